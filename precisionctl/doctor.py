@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.megatron.carried_run import of_megatron
+from precisionctl.checkpoints.megatron.directory import of_megatron
 from precisionctl.checkpoints.megatron.payloads import SavedPayload
 from precisionctl.commands.notes import GATE
 from precisionctl.errors import EnvironmentProblem, NotUnderstood

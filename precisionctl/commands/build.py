@@ -15,11 +15,12 @@ from precisionctl.checkpoints.hf_directory.config_json import config_dtype, made
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.checkpoints.hf_directory.huggingface_files import BIN, MAX_SHARD_SIZE, SAFETENSORS
 from precisionctl.checkpoints.huggingface import HuggingFaceWriter
-from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun, trainer_run_of
+from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun
 from precisionctl.checkpoints.megatron.keys import directory_name
 from precisionctl.checkpoints.megatron.towers import WithTowers
 from precisionctl.checkpoints.mlx.mlx_writer import MlxWriter
 from precisionctl.checkpoints.output import Output
+from precisionctl.checkpoints.run_reader import trainer_run_of
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
 from precisionctl.commands.source import Source

@@ -11,11 +11,10 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.hf_directory.companions import read_companions
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings, said_quantization
 from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceTensors
-from precisionctl.checkpoints.megatron.carried_run import of_megatron
-from precisionctl.checkpoints.megatron.directory import MegatronReader
 from precisionctl.checkpoints.megatron.logical import MASTER
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.checkpoints.other_trainers.trainer_run import TrainedReader, of_trainer
+from precisionctl.checkpoints.other_trainers.trainer_run import of_trainer
+from precisionctl.checkpoints.run_reader import RunReader, of_run
 from precisionctl.commands.hints import open_hinted
 from precisionctl.commands.request import LLAMA_CPP, MLX, OTHER_TARGETS, TE, Request
 from precisionctl.commands.storage import TORCHTITAN
@@ -58,8 +57,8 @@ class Source:
     plan: Plan
     encodings: WeightEncodings | None
     known: KnownState
-    trained: MegatronReader | TrainedReader | None
-    masters: MegatronReader | TrainedReader | None
+    trained: RunReader | None
+    masters: RunReader | None
     engine: Engine | None
 
     @cached_property
@@ -186,12 +185,12 @@ def _named_as_codes(request: Request, reader: Reader, encodings: WeightEncodings
     return encodings.weights if encodings and request.kind != "values" else ()
 
 
-def _trained(request: Request, reader: Reader) -> MegatronReader | TrainedReader | None:
+def _trained(request: Request, reader: Reader) -> RunReader | None:
     """The reader, if its optimizer is converted too; else None."""
     storage = request.storage
     if request.drop_optimizer or not storage.holds_optimizer:
         return None
-    if not (of_megatron(reader) or of_trainer(reader)) or not reader.optimizer_specs:
+    if not of_run(reader) or not reader.optimizer_specs:
         return None
     if storage.is_state_dict and request.dtype_of_values == DType.bfloat16:
         raise RecipeError(
@@ -202,9 +201,7 @@ def _trained(request: Request, reader: Reader) -> MegatronReader | TrainedReader
     return reader
 
 
-def _masters(
-    request: Request, reader: Reader, trained: MegatronReader | TrainedReader | None
-) -> MegatronReader | TrainedReader | None:
+def _masters(request: Request, reader: Reader, trained: RunReader | None) -> RunReader | None:
     """The reader, if the result's weights are the FP32 masters of its optimizer: wherever weights are FP32, and where a
     state dict has no other place for masters. Of an optimizer that cannot be read, or that is dropped, nothing is."""
     if trained and request.storage.is_state_dict:
@@ -214,9 +211,9 @@ def _masters(
     return with_masters(reader)
 
 
-def with_masters(reader: Reader) -> MegatronReader | TrainedReader | None:
+def with_masters(reader: Reader) -> RunReader | None:
     """The reader, if it has an optimizer that can be read, with FP32 masters."""
-    if not (of_megatron(reader) or of_trainer(reader)):
+    if not of_run(reader):
         return None
     try:
         has_some = any(name.startswith(MASTER) for name in reader.optimizer_specs)

@@ -13,10 +13,10 @@ from precisionctl.checkpoints.deepspeed.reader import step_directory
 from precisionctl.checkpoints.hf_directory.companions import is_tokenizer
 from precisionctl.checkpoints.hf_directory.config_json import GENERATION
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.checkpoints.megatron.carried_run import of_megatron
-from precisionctl.checkpoints.megatron.directory import by_arguments, contradictions
+from precisionctl.checkpoints.megatron.directory import by_arguments, contradictions, of_megatron
 from precisionctl.checkpoints.megatron.keys import RUN_FILE
 from precisionctl.checkpoints.other_trainers.trainer_run import of_trainer
+from precisionctl.checkpoints.run_reader import of_run
 from precisionctl.commands.source import Source
 from precisionctl.errors import CheckpointError, PrecisionctlError, shown
 from precisionctl.fp8 import sidecar
@@ -143,7 +143,7 @@ def _trained_notes(reader: Reader, *, carried: bool) -> Iterator[str]:
     of older FP8 state."""
     if carried and of_trainer(reader):
         yield f"Not carried over from the run: {', '.join(reader.trainer_run.left)}."
-    if not carried and (of_megatron(reader) or of_trainer(reader)):
+    if not carried and of_run(reader):
         try:
             optimizer = reader.optimizer_specs
         except CheckpointError as error:

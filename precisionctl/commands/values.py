@@ -12,10 +12,10 @@ from precisionctl.checkpoints.megatron.carried_run import (
     CarriedRun,
     carry_run,
     carry_trainer_run,
-    of_megatron,
-    trainer_run_of,
 )
+from precisionctl.checkpoints.megatron.directory import of_megatron
 from precisionctl.checkpoints.other_trainers.trainer_run import ADAMW_SETTINGS, OF_THE_LOOP, of_trainer
+from precisionctl.checkpoints.run_reader import trainer_run_of
 from precisionctl.commands.build import Result
 from precisionctl.commands.notes import (
     code_notes,

@@ -12,12 +12,11 @@ from precisionctl import __version__
 from precisionctl.checkpoints.base import Reader, TensorSource, WithOptimizer, Writer
 from precisionctl.checkpoints.hf_directory import encodings_file
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
-from precisionctl.checkpoints.megatron.directory import MegatronReader
 from precisionctl.checkpoints.megatron.keys import write_tracker
 from precisionctl.checkpoints.megatron.towers import WithTowers
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.checkpoints.other_trainers.trainer_run import TrainedReader
 from precisionctl.checkpoints.output import Output, directory_above, disk_problems
+from precisionctl.checkpoints.run_reader import RunReader
 from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
@@ -67,8 +66,8 @@ class PlannedCommand:
     files: Fingerprints
     notes: tuple[str, ...]
     states: Fp8States | MakeStates | None = None
-    trained: MegatronReader | TrainedReader | None = None
-    masters: MegatronReader | TrainedReader | None = None
+    trained: RunReader | None = None
+    masters: RunReader | None = None
     encodings: WeightEncodings | None = None
     weights_digest: str | None = None
 
@@ -89,7 +88,7 @@ class PlannedCommand:
         return reader if isinstance(reader, TorchDistReader) and reader.in_buckets else None
 
     @property
-    def _optimizer(self) -> MegatronReader | TrainedReader | None:
+    def _optimizer(self) -> RunReader | None:
         return self.trained or self.masters
 
     @property

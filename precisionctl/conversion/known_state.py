@@ -11,7 +11,7 @@ from functools import cached_property, reduce
 from pathlib import Path
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.megatron.carried_run import of_megatron
+from precisionctl.checkpoints.megatron.directory import of_megatron
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.fp8.carry import check_modules, filled_in, read_state, under_recipe
 from precisionctl.fp8.state import DelayedScaling, Fp8States

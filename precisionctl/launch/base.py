@@ -12,7 +12,7 @@ from precisionctl.architectures.megatron.megatron_args import otherwise_in_megat
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.hf_directory.companions import is_tokenizer, read_companions
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.checkpoints.megatron.carried_run import of_megatron
+from precisionctl.checkpoints.megatron.directory import of_megatron
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, TRACKER, directory_name, read_tracker
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.notes import GATE

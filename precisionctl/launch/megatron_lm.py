@@ -11,7 +11,7 @@ from precisionctl.architectures.megatron.megatron_args import (
     to_megatron_args,
 )
 from precisionctl.checkpoints.megatron.arguments import recipe_words
-from precisionctl.checkpoints.megatron.carried_run import of_megatron
+from precisionctl.checkpoints.megatron.directory import of_megatron
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.launch.base import Launch, LaunchSource, left_to_provider
 from precisionctl.megatron_flags import PARALLEL_SIZES, stateless_words

@@ -14,10 +14,10 @@ from precisionctl.checkpoints.gguf.reader import GgufReader
 from precisionctl.checkpoints.gguf.towers.mmproj_file import PROJECTORS, read_mmproj
 from precisionctl.checkpoints.hf_directory.fused_experts import stored_name
 from precisionctl.checkpoints.huggingface import HuggingFaceTensors
-from precisionctl.checkpoints.megatron.carried_run import of_megatron
+from precisionctl.checkpoints.megatron.directory import of_megatron
 from precisionctl.checkpoints.megatron.towers import tower_names
 from precisionctl.checkpoints.other_trainers.trainer_directory import says_its_model
-from precisionctl.checkpoints.other_trainers.trainer_run import of_trainer
+from precisionctl.checkpoints.run_reader import of_run
 from precisionctl.codes.statistics import NAMES
 from precisionctl.engines.serving import ServingLayout
 from precisionctl.errors import CheckpointError, PrecisionctlError
@@ -173,7 +173,7 @@ def _linears(reader: Reader, model: UntabledModel) -> list[dict[str, Any]]:
 
 def _optimizer(reader: Reader) -> dict[str, Any] | None:
     """The size of a trainer's optimizer state, or why it cannot be read; None if there is none."""
-    if not (of_megatron(reader) or of_trainer(reader)):
+    if not of_run(reader):
         return None
     try:
         specs = reader.optimizer_specs

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints.base import OfOptimizer, Reader, WithOptimizer
-from precisionctl.checkpoints.megatron.carried_run import of_megatron, trainer_run_of
-from precisionctl.checkpoints.other_trainers.trainer_run import of_trainer
+from precisionctl.checkpoints.run_reader import of_run, trainer_run_of
 from precisionctl.errors import CheckpointError, MappingError
 from precisionctl.param import STATE, TensorSpec, kind_and_parameter
 from precisionctl.planning.make_plan import make_plan
@@ -60,7 +59,7 @@ def compare_optimizer_settings(a: Reader, b: Reader) -> tuple[list[str], list[No
     """A line for AdamW's count of updates and for each of its settings that both checkpoints say, if they say other
     values; or why they are not compared, if one side's cannot be read as AdamW's."""
     try:
-        of_a, of_b = (trainer_run_of(reader) for reader in (a, b) if of_megatron(reader) or of_trainer(reader))
+        of_a, of_b = (trainer_run_of(reader) for reader in (a, b) if of_run(reader))
     except CheckpointError as error:
         return [], [NotCompared("run", f"settings of the optimizer: {error.what}")]
     left, right = ({"updates": run.updates, **run.settings} for run in (of_a, of_b))

@@ -25,11 +25,10 @@ from precisionctl.checkpoints.base import NO_HINTS, Hints
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.dcp.dcp_model import DcpModelReader
 from precisionctl.checkpoints.hf_directory.companions import read_companions
-from precisionctl.checkpoints.megatron.carried_run import of_megatron, trainer_run_of
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.orbax.crc32c import crc32c
 from precisionctl.checkpoints.orbax.reader import OrbaxReader
-from precisionctl.checkpoints.other_trainers.trainer_run import of_trainer
+from precisionctl.checkpoints.run_reader import of_run, trainer_run_of
 from precisionctl.errors import (
     CheckpointError,
     DamagedCheckpoint,
@@ -213,7 +212,7 @@ def defaults_told(notes: Iterable[str]) -> dict[str, object]:
 
 def made_settings(path: Path) -> Mapping[str, object]:
     reader = open_checkpoint(path)
-    assert of_megatron(reader) or of_trainer(reader)
+    assert of_run(reader)
     return trainer_run_of(reader).settings
 
 

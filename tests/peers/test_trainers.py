@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from precisionctl.checkpoints.base import WithOptimizer
 from precisionctl.checkpoints.chunks import read_tensor
-from precisionctl.checkpoints.megatron.carried_run import trainer_run_of
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.other_trainers.trainer_run import of_trainer
+from precisionctl.checkpoints.run_reader import trainer_run_of
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.hints import open_hinted
 from precisionctl.param import KINDS

@@ -9,23 +9,13 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any
 
-from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron.arguments import STAGES
 from precisionctl.checkpoints.megatron.directory import MegatronReader
 from precisionctl.checkpoints.megatron.keys import OURS
-from precisionctl.checkpoints.other_trainers.trainer_run import (
-    NO_COUNT,
-    TrainedReader,
-    TrainerRun,
-    adam_settings,
-    count_of_updates,
-    of_trainer,
-    stored_group,
-)
+from precisionctl.checkpoints.other_trainers.trainer_run import TrainedReader
 from precisionctl.dtypes import DType
-from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage
 from precisionctl.param import MOMENTUM, Parallelism, state_name
 from precisionctl.torch_when_used import is_tensor
 from precisionctl.untrusted.safe_pickle import finite, parts
@@ -57,14 +47,6 @@ class CarriedRun:
 
 
 NO_RUN = CarriedRun()
-
-ONLY_MEGATRONS = "Muon's momentum (`momentum_buffer`), which goes to Megatron alone"
-"""Why an optimizer with Muon cannot be converted to other formats."""
-
-
-def of_megatron(reader: Reader) -> TypeGuard[MegatronReader]:
-    """Whether a checkpoint is Megatron's."""
-    return reader.layout == "megatron"
 
 
 def carry_run(reader: MegatronReader, parallelism: Parallelism, *, generators: bool = True) -> CarriedRun:
@@ -138,41 +120,6 @@ def adam_in_megatron(settings: Mapping[str, Any], updates: int) -> dict[str, Any
 def has_muon(reader: MegatronReader) -> bool:
     """Whether matrices were trained by Muon, which keeps one momentum for each (`momentum_buffer`), in FP32."""
     return any(name.startswith(state_name(MOMENTUM, "")) for name in reader.optimizer_specs)
-
-
-def trainer_run_of(reader: MegatronReader | TrainedReader) -> TrainerRun:
-    """A run, also Megatron's, in the words of other trainers. Raises CheckpointError where it lacks Adam's count, or
-    was trained by Muon."""
-    if of_trainer(reader):
-        run = reader.trainer_run
-        if run.muon:
-            raise CheckpointError(ONLY_MEGATRONS, where=reader.path, do=DROP_OPTIMIZER)
-        return run
-    assert of_megatron(reader)
-    if has_muon(reader):
-        why = "torch's Muon stores how it scales and orthogonalizes, which Megatron leaves to its flags"
-        raise CheckpointError(f"{ONLY_MEGATRONS}: {why}", where=reader.path, do=DROP_OPTIMIZER)
-    with damage("an optimizer that is not Megatron's", reader.path, DROP_OPTIMIZER):
-        step, group = _adam_of(reader)
-        if step is None:
-            raise CheckpointError(NO_COUNT, where=reader.path, do=DROP_OPTIMIZER)
-        rates = {"initial_lr": group["max_lr"]} if "max_lr" in group else {}
-        settings = adam_settings([stored_group({**group, **rates}, reader.path)], reader.path)
-        return TrainerRun(
-            count_of_updates(step, "a parameter", reader.path), settings, ("the schedule", "random generators")
-        )
-
-
-def _adam_of(reader: MegatronReader) -> tuple[Any, Mapping[str, Any]]:
-    """Adam's count of updates, from where Megatron's optimizers keep it, and the group of parameters with weight decay
-    (of the first of several optimizers). Raises ValueError for an optimizer that is not Megatron's."""
-    found = next(iter(optimizer_settings(reader)), {})
-    step, groups = step_and_groups(found)
-    if found and groups is None:
-        raise ValueError("no groups of parameters")
-    groups = groups or [{}]
-    group = next((group for group in groups if group.get("wd_mult") != 0.0), groups[0])
-    return reader.iteration if step is None else step, group
 
 
 def step_and_groups(optimizer: object) -> tuple[Any, list[dict[str, Any]] | None]:

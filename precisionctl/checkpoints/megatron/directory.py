@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from precisionctl.architectures.families import from_hf_config, from_megatron_args
 from precisionctl.architectures.megatron.megatron_args import (
@@ -16,7 +16,7 @@ from precisionctl.architectures.megatron.megatron_args import (
 )
 from precisionctl.architectures.wrapped_architecture import beside_towers
 from precisionctl.architectures.wrappers import TOWERS
-from precisionctl.checkpoints.base import WITH_REFERENCE, Companions, Hints
+from precisionctl.checkpoints.base import WITH_REFERENCE, Companions, Hints, Reader
 from precisionctl.checkpoints.chunks import Chunk, Chunked
 from precisionctl.checkpoints.hf_directory.companions import is_tokenizer, needed_hints, read_companions
 from precisionctl.checkpoints.megatron.fp8_state import ExpertPayloads, as_states, decode_payloads
@@ -233,3 +233,8 @@ class MegatronReader(ABC):
             self.payloads(), self.path, ExpertPayloads(self.expert_ranks, self.hints.grouped_columns), self.args
         )
         return as_states(found, self.common, self.iteration, sidecar.find(self.path))
+
+
+def of_megatron(reader: Reader) -> TypeGuard[MegatronReader]:
+    """Whether a checkpoint is Megatron's."""
+    return reader.layout == "megatron"

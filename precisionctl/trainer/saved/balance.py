@@ -7,7 +7,7 @@ from typing import Any
 
 from precisionctl.architectures.wrappers import is_wrapper, text_config
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.megatron.carried_run import of_megatron
+from precisionctl.checkpoints.megatron.directory import of_megatron
 from precisionctl.errors import DamagedCheckpoint, RecipeError, damage
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.recipe import RouterSettings

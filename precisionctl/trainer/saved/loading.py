@@ -13,13 +13,10 @@ from typing import Literal, TypeGuard
 import torch
 
 from precisionctl.checkpoints.base import Reader, WithOptimizer
-from precisionctl.checkpoints.megatron.carried_run import (
-    of_megatron,
-    trainer_run_of,
-)
-from precisionctl.checkpoints.megatron.directory import MegatronReader
+from precisionctl.checkpoints.megatron.directory import of_megatron
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.other_trainers.trainer_run import TrainedReader, TrainerRun, of_trainer
+from precisionctl.checkpoints.run_reader import RunReader, of_run, trainer_run_of
 from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.source_notes import reading_notes
@@ -164,9 +161,9 @@ def load_weights(source: Reader, run: Run) -> None:
     run.optimizer.publish()
 
 
-def has_optimizer(source: Reader) -> TypeGuard[MegatronReader | TrainedReader]:
+def has_optimizer(source: Reader) -> TypeGuard[RunReader]:
     """Whether there is an optimizer whose state can be read by parameter. Raises as `optimizer_specs`."""
-    if not (of_megatron(source) or of_trainer(source)):
+    if not of_run(source):
         return False
     return any(name.startswith(state_name("exp_avg", "")) for name in optimizer_specs(source))
 
@@ -178,7 +175,7 @@ def _has_trainers_optimizer(source: Reader) -> TypeGuard[TrainedReader]:
     return False
 
 
-def optimizer_specs(source: MegatronReader | TrainedReader) -> Mapping[str, TensorSpec]:
+def optimizer_specs(source: RunReader) -> Mapping[str, TensorSpec]:
     """The optimizer's tensors. Raises CheckpointError where they do not fit the model."""
     with _how_to_continue():
         return source.optimizer_specs
@@ -196,7 +193,7 @@ def _how_to_continue() -> Iterator[None]:
         raise type(error)(error.what, where=error.where, do=_WITHOUT) from error
 
 
-def plan_optimizer(source: MegatronReader | TrainedReader, run: Run) -> Plan:
+def plan_optimizer(source: RunReader, run: Run) -> Plan:
     """The plan for loading FP32 master weights and moments.
 
     Of Megatron's checkpoints a parameter stored in FP32 may lack a master weight, as it is its own, and a frozen
@@ -221,7 +218,7 @@ def plan_optimizer(source: MegatronReader | TrainedReader, run: Run) -> Plan:
     return replace(plan, jobs=tuple(job for job in plan.jobs if job.name in found))
 
 
-def load_optimizer(source: MegatronReader | TrainedReader, run: Run, plan: Plan) -> None:
+def load_optimizer(source: RunReader, run: Run, plan: Plan) -> None:
     """Load master weights, moments and the number of updates by `plan_optimizer`. Master weights that are not there
     stay as `load_weights` left them. Raises DamagedCheckpoint for flat buckets that do not fit the weights."""
     if isinstance(source, TorchDistReader) and source.in_buckets and run.world.first:
@@ -241,7 +238,7 @@ def load_optimizer(source: MegatronReader | TrainedReader, run: Run, plan: Plan)
     run.optimizer.publish()
 
 
-def trained_run(source: MegatronReader | TrainedReader) -> TrainerRun:
+def trained_run(source: RunReader) -> TrainerRun:
     """Count and settings of the checkpoint's AdamW. Raises CheckpointError where there is no count, or another
     optimizer's."""
     with _how_to_continue():

@@ -9,7 +9,7 @@ from typing import Any
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron.arguments import recipe_words
-from precisionctl.checkpoints.megatron.carried_run import of_megatron
+from precisionctl.checkpoints.megatron.directory import of_megatron
 from precisionctl.checkpoints.megatron.keys import RUN_FILE
 from precisionctl.conversion.known_state import KnownState
 from precisionctl.errors import RecipeError
