@@ -22,6 +22,7 @@ from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.same_model import TENSORS, differences
 from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.param import EMBEDDING
+from precisionctl.untrusted.safe_json import mapping_or_empty
 
 _VERSION = re.compile(r"[\d._]+")
 
@@ -94,8 +95,7 @@ def read_model(config: Config, where: object = "config.json", stored: Collection
             return UntabledModel(model.architecture, config, why, within)
         return model
     except UnknownArchitecture as why:
-        said = text_part(config)
-        text = said if isinstance(said, Mapping) else {}
+        text = mapping_or_empty(text_part(config))
         kind = text.get("model_type")
         if isinstance(kind, str) and kind in supported() and not (is_wrapper(config) and _is_refused(text)):
             do = f"Its text model is a {kind}, which has a table: docs/foreign.md saves it alone."

@@ -15,13 +15,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from precisionctl.architectures.config_keys import Config
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.model.model_parts import text_part
+from precisionctl.untrusted.safe_json import mapping_or_empty
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -59,18 +60,18 @@ def _interleaved(rows: NDArray[np.int64], heads: object, groups: object) -> list
 
 def _query_key_value(rows: NDArray[np.int64], config: Config) -> list[NDArray[np.int64]]:
     """One tensor: all queries, all keys, all values."""
-    heads = _part(config.get("vision_config")).get("num_heads")
+    heads = mapping_or_empty(config.get("vision_config")).get("num_heads")
     return [np.concatenate(_interleaved(rows, heads, heads))]
 
 
 def _grouped_query_key_value(rows: NDArray[np.int64], config: Config) -> list[NDArray[np.int64]]:
     """The same, with fewer keys and values than queries."""
-    tower = _part(config.get("vision_config"))
+    tower = mapping_or_empty(config.get("vision_config"))
     return [np.concatenate(_interleaved(rows, tower.get("num_heads"), tower.get("num_key_value_heads")))]
 
 
 def _text_query_key_value(rows: NDArray[np.int64], config: Config) -> list[NDArray[np.int64]]:
-    text = _part(text_part(config))
+    text = mapping_or_empty(text_part(config))
     return _interleaved(rows, text.get("num_attention_heads"), text.get("num_key_value_heads"))
 
 
@@ -78,10 +79,6 @@ def _gate_up(rows: NDArray[np.int64], config: Config) -> list[NDArray[np.int64]]
     if len(rows) % 2:
         raise DamagedCheckpoint(f"{len(rows)} rows are not gate and up")
     return [*rows.reshape(2, -1)]
-
-
-def _part(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
 
 
 def _as_they_are(*prefixes: str, within: str = "") -> tuple[BridgeRow, ...]:

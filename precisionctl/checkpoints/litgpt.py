@@ -37,7 +37,7 @@ from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.param import TensorSpec
 from precisionctl.sizes import counted, listed
 from precisionctl.untrusted.safe_files import check_link, has_file, read_file
-from precisionctl.untrusted.safe_json import parse_json
+from precisionctl.untrusted.safe_json import mapping_or_empty, parse_json
 from precisionctl.untrusted.safe_pickle import is_count
 
 FILE = "lit_model.pth"
@@ -164,7 +164,7 @@ def _otherwise(model: ModelShape, path: Path) -> list[str]:
         another.append(_said("vocab_size", tokens, model.vocab_size))
     notes = list[str]()
     if "rope_adjustments" in said:
-        theirs, scaling = _scaling(said, where), _mapping(used(model)["rope_scaling"])
+        theirs, scaling = _scaling(said, where), mapping_or_empty(used(model)["rope_scaling"])
         keys = [key for key in theirs or scaling if theirs.get(key) != scaling.get(key)]
         # LitGPT computes Phi-4-mini without its scaling, as it has none of that kind
         known = not scaling or scaling["rope_type"] in _KINDS_OF_SCALING.values()
@@ -179,10 +179,6 @@ def _otherwise(model: ModelShape, path: Path) -> list[str]:
 
 def _said(key: str, theirs: object, ours: object) -> str:
     return f"{key} is {shown(theirs)} ({shown(ours)} by config.json)"
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def _scaling(said: Mapping[str, Any], where: Path) -> Mapping[str, Any]:

@@ -31,6 +31,7 @@ from precisionctl.quant_methods.base import (
     combined,
     in_fp8,
 )
+from precisionctl.untrusted.safe_json import mapping_or_empty
 
 OLDER_KEY = "compression_config"
 """What compressed-tensors called its `quantization_config` in 2024."""
@@ -174,12 +175,12 @@ class ConfigGroup:
 
 def config_groups(config: Mapping[str, Any]) -> dict[str, ConfigGroup]:
     """The groups of a `quantization_config`, by their names; none where a stranger's config has something else."""
-    found = config.get("config_groups")
-    return {name: _group(group, config) for name, group in found.items()} if isinstance(found, Mapping) else {}
+    found = mapping_or_empty(config.get("config_groups"))
+    return {name: _group(group, config) for name, group in found.items()}
 
 
 def _group(said: object, config: Mapping[str, Any]) -> ConfigGroup:
-    group = said if isinstance(said, Mapping) else {}
+    group = mapping_or_empty(said)
     targets = found if isinstance(found := group.get("targets"), list | tuple) else ()
     return ConfigGroup(
         tuple(target for target in targets if isinstance(target, str)),

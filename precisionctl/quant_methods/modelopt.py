@@ -30,6 +30,7 @@ from precisionctl.quant_methods.base import (
     in_fp8,
 )
 from precisionctl.quant_methods.caches import caches_in_fp8
+from precisionctl.untrusted.safe_json import mapping_or_empty
 
 _ALGORITHMS: Mapping[Scheme, str] = {
     "static": "FP8",
@@ -115,8 +116,7 @@ def read(config: Mapping[str, Any]) -> Quantization:
     """`MIXED_PRECISION` names the algorithm of each layer."""
     algorithms, named = [config.get("quant_algo")], [""]
     if algorithms == ["MIXED_PRECISION"]:
-        found = config.get("quantized_layers")
-        layers = found if isinstance(found, Mapping) else {}
+        layers = mapping_or_empty(config.get("quantized_layers"))
         algorithms = [layer.get("quant_algo") if isinstance(layer, Mapping) else None for layer in layers.values()]
         named = list(layers)
     if algorithms == [None] and caches_in_fp8(config):

@@ -1,6 +1,8 @@
-"""Parse JSON from strangers: an object, of so many values and so deep that memory and recursion can bear it."""
+"""Parse JSON from strangers: an object, of so many values and so deep that memory and recursion can bear it; and read
+the objects in it."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from precisionctl.errors import DamagedCheckpoint
@@ -43,3 +45,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"`{key:.80}` is there twice")
         found[key] = value
     return found
+
+
+def mapping_or_empty(value: object) -> Mapping[str, Any]:
+    """A value of a config where an object is expected; empty for any other."""
+    return value if isinstance(value, Mapping) else {}

@@ -25,6 +25,7 @@ from precisionctl.model.model_shape import ModelShape
 from precisionctl.paths import above, own_name
 from precisionctl.sizes import listed
 from precisionctl.untrusted.safe_files import has_file, read_json
+from precisionctl.untrusted.safe_json import mapping_or_empty
 from precisionctl.untrusted.safe_pickle import is_count
 
 DIRECTORY = "model_and_optim"
@@ -43,26 +44,26 @@ def check_config(model: ModelShape, directory: Path) -> None:
     if own_name(directory) != DIRECTORY or not has_file(path, above(directory)):
         return
     config = read_json(path, above(directory))
-    said = _dict(config.get("model"))
+    said = mapping_or_empty(config.get("model"))
     found = dict[str, tuple[object, object]]()
     for block in _blocks(said):
-        attention, norm = (_dict(block.get(key)) for key in ("attention", "layer_norm"))
-        mixer = _dict(block.get("sequence_mixer"))
+        attention, norm = (mapping_or_empty(block.get(key)) for key in ("attention", "layer_norm"))
+        mixer = mapping_or_empty(block.get("sequence_mixer"))
         attention = attention or (mixer if mixer.get("type") == "attention" else {})
         heads, size = attention.get("n_heads"), attention.get("head_dim")
         groups = heads if attention.get("n_kv_heads") is None else attention["n_kv_heads"]
-        router = _dict(_dict(block.get("feed_forward_moe")).get("router"))
+        router = mapping_or_empty(mapping_or_empty(block.get("feed_forward_moe")).get("router"))
         for key, its, ours in (
             ("n_heads", heads, model.num_attention_heads),
             ("n_kv_heads", groups, model.num_query_groups),
             ("head_dim", size, model.kv_channels),
-            ("theta", _dict(attention.get("rope")).get("theta"), model.rotary_base),
+            ("theta", mapping_or_empty(attention.get("rope")).get("theta"), model.rotary_base),
             ("eps", norm.get("eps"), model.norm_epsilon),
             ("top_k", router.get("top_k"), model.moe.topk if model.moe else None),
         ):
             if its is not None and its != ours:
                 found.setdefault(key, (its, ours))
-    tokens = _dict(_dict(config.get("dataset")).get("tokenizer")).get("vocab_size")
+    tokens = mapping_or_empty(mapping_or_empty(config.get("dataset")).get("tokenizer")).get("vocab_size")
     if is_count(tokens) and tokens > model.vocab_size:
         found["vocab_size"] = tokens, model.vocab_size
     if found:
@@ -72,15 +73,10 @@ def check_config(model: ModelShape, directory: Path) -> None:
 
 def _blocks(model: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """What a config says of blocks: of all of them, or of some by name, and of single ones."""
-    every = _dict(model.get("block"))
-    apart = [_dict(one) for one in every.values()]
+    every = mapping_or_empty(model.get("block"))
+    apart = [mapping_or_empty(one) for one in every.values()]
     named = [] if any(key in every for key in ("attention", "sequence_mixer")) else apart
-    return [every, *named, *(_dict(one) for one in _dict(model.get("block_overrides")).values())]
-
-
-def _dict(value: object) -> Mapping[str, Any]:
-    """A value of a config where a mapping is expected; empty for any other."""
-    return value if isinstance(value, dict) else {}
+    return [every, *named, *(mapping_or_empty(one) for one in mapping_or_empty(model.get("block_overrides")).values())]
 
 
 def placed(

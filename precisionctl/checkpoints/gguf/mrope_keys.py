@@ -12,6 +12,7 @@ from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import GgufEntry, Said, ignored_keys, refused
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
+from precisionctl.untrusted.safe_json import mapping_or_empty
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Images:
     def check(self, config: Mapping[str, Any]) -> None:
         """Raise UnknownArchitecture if a config.json, with what it says of its text model, says others."""
         rope, tower = (config.get("rope_parameters") or config.get("rope_scaling"), config.get("vision_config"))
-        both = {**(rope if isinstance(rope, Mapping) else {}), **(tower if isinstance(tower, Mapping) else {})}
+        both = {**mapping_or_empty(rope), **mapping_or_empty(tower)}
         pairs, layers = both.get("mrope_section"), both.get("deepstack_visual_indexes")
         if pairs not in (None, [*self.pairs]) or (isinstance(layers, list) and len(layers) != self.deepstack):
             said = f"mrope_section is {shown(pairs)}, and deepstack_visual_indexes are {shown(layers)}"

@@ -17,6 +17,7 @@ from precisionctl.checkpoints.chunks import Box, Chunk, Chunked, whole
 from precisionctl.checkpoints.computed_rows import TransposedRows
 from precisionctl.errors import DamagedCheckpoint, RecipeError, shown
 from precisionctl.param import TensorSpec
+from precisionctl.untrusted.safe_json import mapping_or_empty
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -145,8 +146,7 @@ def _check_tensors(specs: Mapping[str, TensorSpec], config: Config, where: Path)
     do = "Is config.json this model's? If it is, copy the checkpoint again, or save it again."
     for key, tensors in TENSORS_OF_TOWERS[config["model_type"]].items():
         part, _, last = key.partition(".")
-        said = config.get(part)
-        sizes: Mapping[str, object] = said if isinstance(said, Mapping) else {}
+        sizes = mapping_or_empty(config.get(part))
         count = None if key == ONCE else _count(sizes.get(last), key, where)
         width = next((sizes[size] for size in ("hidden_size", "d_model") if size in sizes), None)
         for tensor in tensors:

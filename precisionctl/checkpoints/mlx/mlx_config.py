@@ -7,6 +7,7 @@ from precisionctl.checkpoints.mlx.mlx_names import ALONE_IN_WRAPPER
 from precisionctl.dtypes import DType
 from precisionctl.model.model_parts import text_part
 from precisionctl.model.model_shape import ModelShape
+from precisionctl.untrusted.safe_json import mapping_or_empty
 
 _PARTIAL, _SCALING = "partial_rotary_factor", "rope_scaling"
 _UNBIASED, _ANY_STEP = {"attention_bias": False}, {"time_step_limit": [0.0, 1e308]}
@@ -146,8 +147,7 @@ _OWN_VOCABULARY = ("gemma3", "gemma4", "gemma4_unified")
 
 
 def _of_text(config: Mapping[str, Any], published: Mapping[str, Any], words: Mapping[str, Any]) -> dict[str, Any]:
-    model_type, said = config.get("model_type"), config.get("rope_parameters")
-    rope = said if isinstance(said, Mapping) else {}
+    model_type, rope = config.get("model_type"), mapping_or_empty(config.get("rope_parameters"))
     asked_for = _ASKED_FOR.get(str(model_type), {})
     turning = {_PARTIAL: rope[_PARTIAL]} if _PARTIAL in rope else {}
     known = {key: value for key, value in published.items() if value is not None}

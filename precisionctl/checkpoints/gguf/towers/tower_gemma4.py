@@ -23,6 +23,7 @@ from precisionctl.checkpoints.gguf.towers.tower import (
 from precisionctl.checkpoints.gguf.towers.tower_changes import COLOURS_LAST, NUMBER, SOFTPLUS
 from precisionctl.checkpoints.tensor_changes import KERNEL
 from precisionctl.dtypes import DType
+from precisionctl.untrusted.safe_json import mapping_or_empty
 
 _LOUDER = "of sound llama.cpp takes the larger of a band and 0.001, and transformers their sum"
 _BOUNDS = ("input_min", "input_max", "output_min", "output_max")
@@ -61,9 +62,8 @@ def _of_images(settings: TowerSettings) -> tuple[dict[str, TowerRow], dict[str, 
     keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim", "patch_size")
     width, mlp, layers, heads, head, patch = (settings.size(key) for key in keys)
     settings.check(num_key_value_heads=heads)
-    text = settings.config.get("text_config")
     both_ways = None if settings.model.hidden_size in _CAUSAL else "vision"
-    settings.check(text if isinstance(text, Mapping) else {}, use_bidirectional_attention=both_ways)
+    settings.check(mapping_or_empty(settings.config.get("text_config")), use_bidirectional_attention=both_ways)
     if heads * head != width:
         raise no_tower(f"its tower has {heads} heads of {head} in {width}")
     settings.check_rotary(heads, width, 100)
@@ -108,7 +108,7 @@ def _of_images(settings: TowerSettings) -> tuple[dict[str, TowerRow], dict[str, 
 def _of_sound(settings: TowerSettings) -> tuple[dict[str, TowerRow], dict[str, GgufValue]]:
     settings.check(**_COMPUTED)
     said = settings.processor.get("feature_extractor")
-    settings.check({**_FEATURES, **(said if isinstance(said, Mapping) else {})}, **_FEATURES)
+    settings.check({**_FEATURES, **mapping_or_empty(said)}, **_FEATURES)
     width, layers, heads, last = (
         settings.size(key) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "output_proj_dims")
     )
