@@ -153,11 +153,8 @@ LAYERS_AND_PREDICTION = GgufEntry(
 )
 DECODER_LAYERS = replace(LAYERS, keys=LAYERS_AND_PREDICTION.keys, read=_read_layers_and_prediction)
 """Of a family whose layers of multi-token prediction are not written."""
-PREDICTION_LAYERS = GgufEntry(
-    ("mtp_num_layers",),
-    (),
-    lambda file: {},
-    lambda model: {"nextn_predict_layers": model.mtp_num_layers} if model.mtp_num_layers else {},
+PREDICTION_LAYERS = write_only(
+    lambda model: {"nextn_predict_layers": model.mtp_num_layers} if model.mtp_num_layers else {}
 )
 """What LAYERS_AND_PREDICTION reads too."""
 NO_PREDICTION: Fields = {"mtp_num_layers": 0}
