@@ -162,11 +162,11 @@ def every_other(config: Config, layers: int) -> list[bool]:
     return [layer % 2 == 0 for layer in range(layers)]
 
 
-def beginning_with(key: str, absent: int) -> Local:
-    """True for the layer of the number that a key says, or `absent`, and for all after it."""
+def from_max_window_layers(absent: int) -> Local:
+    """True for the layer of the number that `max_window_layers` says, or `absent`, and for all after it."""
 
     def local(config: Config, layers: int) -> list[bool]:
-        first = whole(config, key, absent)
+        first = whole(config, "max_window_layers", absent)
         return [layer >= first for layer in range(layers)]
 
     return local

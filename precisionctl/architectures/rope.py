@@ -92,11 +92,11 @@ def rope(
     return Rule(KEYS, read, write)
 
 
-def rope_with_dim(base: float, head_dim: int, *, heeds_dim: bool) -> Rule:
-    """The same of a family whose released files, and engines, have `rotary_dim`: how many channels of a head turn.
+def rope_with_dim(head_dim: int, *, heeds_dim: bool) -> Rule:
+    """The same of MiniMax, whose released files, and engines, have `rotary_dim`: how many channels of a head turn.
     `head_dim` is the class's default. `heeds_dim` says whether transformers takes it where no `partial_rotary_factor`
     is. Raises DamagedCheckpoint where the two differ."""
-    of_share = rope(base, partial=True)
+    of_share = rope(5000000.0, partial=True)
 
     def read(config: Config) -> Fields:
         channels, said = size(config, "head_dim", absent=head_dim), config.get("rotary_dim")

@@ -139,9 +139,9 @@ def _download(ctx: click.Context, *, headers: bool) -> None:
         )
 
 
-def repository_of(ctx: click.Context, parameter: str) -> str | None:
-    """The repository that a parameter of the command names; None if it is a path."""
-    name: HubName | None = ctx.meta[_NAMES].get(parameter)
+def repository_of_source(ctx: click.Context) -> str | None:
+    """The repository that a command's `source` names; None if it is a path."""
+    name: HubName | None = ctx.meta[_NAMES].get("source")
     return name.repo if name else None
 
 

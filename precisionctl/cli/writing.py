@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from precisionctl.cli.group import Command, kept_when_stopped, print_json, repository_of
+from precisionctl.cli.group import Command, kept_when_stopped, print_json, repository_of_source
 from precisionctl.cli.options import (
     CHECKPOINT,
     NEW_PATH,
@@ -209,7 +209,7 @@ def export_inference(ctx: click.Context, /, recipe: str | None, how: Writing, **
     """
     from precisionctl.commands.request import Request
 
-    what["base_model"] = what["base_model"] or repository_of(ctx, "source")
+    what["base_model"] = what["base_model"] or repository_of_source(ctx)
     do(Request.export(recipe=precision_of(recipe), **what), how)
 
 

@@ -55,8 +55,8 @@ def table(results: DemoResults, folder: Path) -> Table:
             "FP8 checkpoint to Hugging Face and back: weights and FP8 state the same to the last bit", results.state
         ),
         _exact("Going on in FP8 from there and from the checkpoint itself: the same to the last bit", results.last_bit),
-        _decrease("SFT in BF16 from the FP8 checkpoint: loss, first and last ten steps", _curve(folder, "sft")),
-        _rules("The export keeps vLLM's rules", results.rules),
+        _decrease(folder),
+        _rules(results.rules),
         _exact("Its codes are the encoding of the trained weights", results.codes),
         *_perplexities(results.perplexity),
     ]
@@ -99,15 +99,17 @@ def _worst_early(folder: Path, run: str, bf16: Curve) -> float:
     return max(early, key=abs)
 
 
-def _decrease(what: str, losses: Mapping[int, float]) -> TableRow:
-    values = list(losses.values())
+def _decrease(folder: Path) -> TableRow:
+    values = list(_curve(folder, "sft").values())
     first, last = sum(values[:10]) / 10, sum(values[-10:]) / 10
+    what = "SFT in BF16 from the FP8 checkpoint: loss, first and last ten steps"
     return what, f"{first:.3f}, {last:.3f}", "falls", _verdict(last < first)
 
 
-def _rules(what: str, ran: CommandRun) -> TableRow:
+def _rules(ran: CommandRun) -> TableRow:
     findings = ran.result["findings"]
-    return what, f"{len(findings)} broken" if findings else "all", "all", _verdict(ran.code == 0)
+    measured = f"{len(findings)} broken" if findings else "all"
+    return "The export keeps vLLM's rules", measured, "all", _verdict(ran.code == 0)
 
 
 def _perplexities(evals: Mapping[str, CommandRun]) -> list[TableRow]:

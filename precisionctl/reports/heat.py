@@ -132,12 +132,12 @@ def _cell(cell: Cell | None, first: bool) -> str:
     return f'<td class="{cell.step}{name}" tabindex="-1" title="{title}">{escaped(cell.text)}</td>'
 
 
-def tabs(name: str, panels: Mapping[str, str]) -> str:
-    """Panels of which one shows, chosen by its label: radio buttons and CSS."""
-    ids = [f"{name}-{number}" for number in range(len(panels))]
+def tabs(panels: Mapping[str, str]) -> str:
+    """Panels of which one shows, chosen by its label: radio buttons and CSS. A page has one set of them."""
+    ids = [f"tab-{number}" for number in range(len(panels))]
     rules = ", ".join(f"#{each}:checked ~ .{each}" for each in ids)
     inputs = "".join(
-        f'<input type="radio" name="{name}" id="{each}"{" checked" if number == 0 else ""}>'
+        f'<input type="radio" name="tab" id="{each}"{" checked" if number == 0 else ""}>'
         f'<label for="{each}">{escaped(label)}</label>'
         for number, (each, label) in enumerate(zip(ids, panels, strict=True))
     )

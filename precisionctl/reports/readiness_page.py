@@ -176,7 +176,7 @@ def _maps(readiness: Readiness) -> str:
         known = [health for health in readiness.roles if measure.value(health) is not None]
         if known:
             panels[measure.name] = _panel(readiness, measure)
-    return heat.tabs("measure", panels)
+    return heat.tabs(panels)
 
 
 def _panel(readiness: Readiness, measure: _Measure) -> str:

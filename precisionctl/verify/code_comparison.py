@@ -50,7 +50,7 @@ def compare_codes(
     a: HfTensors,
     b: HfTensors,
     before: tuple[WeightEncodings | None, WeightEncodings | None],
-    workers: int = 1,
+    workers: int,
 ) -> list[CodesComparison]:
     """Compare the codes of every weight that both checkpoints have in one shape and at least one reads as codes, in so
     many processes. `before` is how the weights of each were coded that are values now, where that is known."""

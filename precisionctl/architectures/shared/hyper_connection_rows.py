@@ -36,11 +36,6 @@ def gated_residual(hf: str, block: str) -> tuple[Row, ...]:
     return _gated_residual(hf, f"decoder.layers.{{layer}}.{block}_hyper_connection.", ("block_inject_weight",))
 
 
-def residual_mixer(hf: str, megatron: str) -> tuple[Row, ...]:
-    """What makes one of these streams; `hf` and `megatron` are what the names begin with."""
-    return _gated_residual(f"{hf}hyper_connection_mixer.", f"{megatron}hyper_connection_mixer.", ())
-
-
 def _gated_residual(hf: str, megatron: str, beside: tuple[str, ...]) -> tuple[Row, ...]:
     sizes = {
         "input_mix_weight_down": ("mhc.lowrank", "streams_size"),
@@ -52,3 +47,7 @@ def _gated_residual(hf: str, megatron: str, beside: tuple[str, ...]) -> tuple[Ro
         Row(f"{hf}hc_norm.weight", f"{megatron}hc_norm.weight", ("streams_size",), GAMMA),
         *(Row(f"{hf}{name}.weight", f"{megatron}{name}.weight", sizes[name]) for name in names),
     )
+
+
+RESIDUAL_MIXER = _gated_residual("model.hyper_connection_mixer.", "decoder.hyper_connection_mixer.", ())
+"""What makes one stream of those that `gated_residual` joins."""

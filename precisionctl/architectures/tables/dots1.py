@@ -5,7 +5,7 @@ Traps: without `norm_topk_prob`, which is its class's default, it is another mod
 """
 
 from precisionctl.architectures import config_keys as keys
-from precisionctl.architectures.config_layers import beginning_with, sliding_window
+from precisionctl.architectures.config_layers import from_max_window_layers, sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama
@@ -28,9 +28,7 @@ ARCHITECTURE = Architecture(
         keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
         rope(),
-        sliding_window(
-            beginning_with("max_window_layers", 62), absent=4096, null_is_none=True, also=("max_window_layers",)
-        ),
+        sliding_window(from_max_window_layers(62), absent=4096, null_is_none=True, also=("max_window_layers",)),
         keys.tied(False),
     ),
 )

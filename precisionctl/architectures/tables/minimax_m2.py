@@ -48,7 +48,7 @@ ARCHITECTURE = Architecture(
         keys.Always("moe.score_function", "sigmoid"),
         keys.Always("moe.expert_bias", True),
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
-        rope_with_dim(5000000.0, _HEAD_DIM, heeds_dim=True),
+        rope_with_dim(_HEAD_DIM, heeds_dim=True),
         keys.tied(False),
     ),
     names_by="Megatron-Bridge",

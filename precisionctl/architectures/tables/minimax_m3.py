@@ -189,7 +189,7 @@ ARCHITECTURE = Architecture(
         keys.Only("use_index_cache", False),  # vLLM's indexers that serve the layers after them
         keys.Rule(("sparse_attention_config", "layer_types", *_SIZES), _read_indexer, _write_indexer),
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
-        rope_with_dim(5000000.0, _ABSENT["head_dim"], heeds_dim=False),
+        rope_with_dim(_ABSENT["head_dim"], heeds_dim=False),
         keys.tied(False),
     ),
     names_by="this project",

@@ -4,13 +4,13 @@ Trap: no key of config.json says that those biases are there, and o_proj has non
 """
 
 from precisionctl.architectures import config_keys as keys
-from precisionctl.architectures.config_layers import beginning_with, sliding_window
+from precisionctl.architectures.config_layers import from_max_window_layers, sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
 
 WINDOW = sliding_window(
-    beginning_with("max_window_layers", 28), switch="use_sliding_window", absent=4096, also=("max_window_layers",)
+    from_max_window_layers(28), switch="use_sliding_window", absent=4096, also=("max_window_layers",)
 )
 
 ARCHITECTURE = Architecture(

@@ -17,7 +17,7 @@ from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.shared.delta_net_keys import BESIDE_LAYERS, KINDS, delta_net_layers
 from precisionctl.architectures.shared.delta_net_rows import SPARSE, delta_net
-from precisionctl.architectures.shared.hyper_connection_rows import gated_residual, residual_mixer
+from precisionctl.architectures.shared.hyper_connection_rows import RESIDUAL_MIXER, gated_residual
 from precisionctl.architectures.shared.moe_keys import scores
 from precisionctl.architectures.tables.qwen3_5 import IN_PROJ
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
@@ -199,7 +199,7 @@ ARCHITECTURE = Architecture(
         *_INDEXERS,
         *gated_residual(f"{_HF}mlp_hyper_connection.", "mlp"),
         *_without_norms(SPARSE),
-        ending=residual_mixer("model.", "decoder."),
+        ending=RESIDUAL_MIXER,
     ),
     more_rows=_tables,
     config=(
