@@ -24,7 +24,7 @@ from precisionctl.checkpoints.run_reader import trainer_run_of
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
 from precisionctl.commands.source import Source
-from precisionctl.commands.storage import DCP, DEEPSPEED, TORCHTITAN
+from precisionctl.commands.storage import DCP, DEEPSPEED, TORCH, TORCHTITAN
 from precisionctl.conversion.command import MakeStates, PlannedCommand
 from precisionctl.errors import MappingError, OutputError, RecipeError
 from precisionctl.export.model_card import NAME, Card
@@ -148,11 +148,11 @@ def _writer(source: Source, result: Result, output: Output) -> Writer:
             quantization=plan.quantization or None,
             extra_files=extra_files,
             max_shard_size=storage.max_shard_size,
-            file_format=BIN if storage.container == "bin" else SAFETENSORS,
+            file_format=BIN if storage.container == BIN.name else SAFETENSORS,
             live=result.live,
             lacks=result.lacks,
         )
-    make = LegacyWriter if storage.container == "torch" else TorchDistWriter
+    make = LegacyWriter if storage.container == TORCH else TorchDistWriter
     if source.reader.layout == "hf" and "config.json" not in companions.files:  # Megatron's arguments do not say all
         companions = replace(companions, files={**companions.files, "config.json": to_json(config)})
     writer: Writer = make(

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from precisionctl.checkpoints.hf_directory.huggingface_files import MAX_SHARD_SIZE
+from precisionctl.checkpoints.hf_directory.huggingface_files import BIN, MAX_SHARD_SIZE, SAFETENSORS
 from precisionctl.errors import RecipeError, meant
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.param import ONE_RANK, Layout, Parallelism
@@ -18,6 +18,12 @@ DEEPSPEED = "deepspeed-universal"
 TORCHTITAN = "torchtitan"
 """The container that torchtitan goes on from: PyTorch's own, under its Llama's names."""
 
+TORCH_DIST = "torch_dist"
+"""Megatron's container of sharded tensors, for any parallel sizes."""
+
+TORCH = "torch"
+"""Megatron's container of a file for each rank, which it calls legacy."""
+
 STATE_DICTS = (DCP, TORCHTITAN, DEEPSPEED)
 """Containers of what trainers load: names that a model has in memory, FP32 masters and an optimizer."""
 
@@ -25,8 +31,8 @@ _ASKED_AS: Mapping[str, str] = {DCP: "dcp", TORCHTITAN: "torchtitan", DEEPSPEED:
 """What `--to` says for each of them."""
 
 CONTAINERS: Mapping[Layout, tuple[str, ...]] = {
-    "hf": ("safetensors", "bin", *STATE_DICTS),
-    "megatron": ("torch_dist", "torch"),
+    "hf": (SAFETENSORS.name, BIN.name, *STATE_DICTS),
+    "megatron": (TORCH_DIST, TORCH),
 }
 """The containers that can be written in each layout; the first is the default."""
 

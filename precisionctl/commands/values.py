@@ -31,7 +31,7 @@ from precisionctl.commands.notes import (
 from precisionctl.commands.request import numerics
 from precisionctl.commands.source import Source, with_masters
 from precisionctl.commands.source_notes import decoded_base_notes, source_notes
-from precisionctl.commands.storage import DCP, TORCHTITAN, Storage
+from precisionctl.commands.storage import DCP, TORCH, TORCHTITAN, Storage
 from precisionctl.conversion.known_state import NOT_KNOWN
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError
@@ -56,7 +56,7 @@ def as_values(source: Source) -> Result:
         check_fp8_gemms(plan, numerics(request.recipe, plan.model))
     run = NO_RUN
     if source.trained and of_megatron(source.trained):  # rank files have no place for the states of generators
-        run = carry_run(source.trained, storage.parallelism, generators=storage.container != "torch")
+        run = carry_run(source.trained, storage.parallelism, generators=storage.container != TORCH)
     elif source.trained and of_trainer(source.trained):
         run = carry_trainer_run(source.trained, storage.parallelism)
     live = request.fills_extra_state and (in_fp8 or state is not None)
@@ -113,7 +113,7 @@ def _notes(source: Source, run: CarriedRun) -> Iterator[str]:
     yield from _default_notes(source)
     if storage.container == TORCHTITAN:
         yield "Load it with `--checkpoint.exclude_from_loading dataloader`: the result has no state of the data."
-    if source.trained and storage.container == "torch":
+    if source.trained and storage.container == TORCH:
         yield "Continue with --no-load-rng: the result has no states of random generators."
 
 
@@ -151,7 +151,7 @@ def _stateless_notes(recipe: Precision | None) -> Iterator[str]:
 
 
 def _payload_notes(storage: Storage, plan: Plan) -> Iterator[str]:
-    cut = plan.model.moe is not None and storage.container != "torch"  # payloads are cut for each rank of experts
+    cut = plan.model.moe is not None and storage.container != TORCH  # payloads are cut for each rank of experts
     return payload_notes(storage.te_version, storage.parallelism.expert if cut else None)
 
 
