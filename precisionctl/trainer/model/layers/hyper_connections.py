@@ -45,16 +45,16 @@ class HyperConnection(nn.Module):
     def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Streams `[T, N, E]` to what a block reads, `[T, E]`, and FP32 weights to add by, `[T, N]`, and to mix by,
         `[T, N, N]`; None where streams are not mixed."""
-        number, epsilon = self.mhc.num_residual_streams, self.mhc.epsilon
+        count, epsilon = self.mhc.num_residual_streams, self.mhc.epsilon
         mapped = F.linear(_normed(streams, self.norm_epsilon), self.mapping_proj.weight.float())
-        sizes = [number, number, mapped.shape[-1] - 2 * number]
+        sizes = [count, count, mapped.shape[-1] - 2 * count]
         read, add, mix = torch.split(mapped, sizes, -1)
         biases = torch.split(self.bias.float(), sizes)
         read = torch.sigmoid(read * self.alpha_pre.float() + biases[0]) + epsilon
         add = self.mhc.magnitude * torch.sigmoid(add * self.alpha_post.float() + biases[1])
         if self.alpha_res is None:
             return _read(streams, read), add + epsilon, None
-        mix = torch.unflatten(mix * self.alpha_res.float() + biases[2], -1, (number, number))
+        mix = torch.unflatten(mix * self.alpha_res.float() + biases[2], -1, (count, count))
         return _read(streams, read), add, self._stochastic(mix.softmax(-1) + epsilon)
 
     def _stochastic(self, mix: Tensor) -> Tensor:
@@ -74,8 +74,8 @@ def added(streams: Tensor, block: Tensor, add: Tensor, mix: Tensor | None) -> Te
     if mix is None:
         given = add[..., None] * block.float()[:, None]
         return (given.flatten(1) + streams.flatten(1).float()).to(dtype)
-    given, mixed = add.to(dtype)[..., None] * block[:, None], torch.matmul(mix.to(dtype).mT, streams)
-    return given.flatten(1) + mixed.flatten(1)
+    given, kept = add.to(dtype)[..., None] * block[:, None], torch.matmul(mix.to(dtype).mT, streams)
+    return given.flatten(1) + kept.flatten(1)
 
 
 def add_head(module: nn.Module, model: ModelShape, mhc: HyperConnections, backend: Backend) -> None:
@@ -83,9 +83,9 @@ def add_head(module: nn.Module, model: ModelShape, mhc: HyperConnections, backen
     if mhc.mean_head:
         return
     made: Any = {"dtype": backend.dtype, "device": backend.device}
-    number = mhc.num_residual_streams
-    module.hc_head_fn = plain_linear(model.streams_size, number, backend).weight
-    module.hc_head_base = nn.Parameter(torch.zeros(number, **made))
+    count = mhc.num_residual_streams
+    module.hc_head_fn = plain_linear(model.streams_size, count, backend).weight
+    module.hc_head_base = nn.Parameter(torch.zeros(count, **made))
     module.hc_head_scale = nn.Parameter(torch.ones(1, **made))
 
 
