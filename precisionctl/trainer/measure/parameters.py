@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 from precisionctl.model.model_parts import MoE
 from precisionctl.model.model_shape import ModelShape
@@ -27,16 +26,16 @@ class Parameters:
         places = model.hidden_size * model.position_rows if model.learned_positions else 0
 
         def dense(layer: int) -> int:
-            attention = projections(model, layer)
+            count = projections(model, layer)
             if model.has_indexer(layer) and not model.csa:  # whose is among its projections
-                attention += indexer(model)
+                count += indexer(model)
             if model.stores_unused and model.shares_kv(layer):
-                attention += model.hidden_size * model.attention_of(model.in_window(layer)).key_value_size
-            attention += per_layer_input(model) + connections(model) + _tables(model, layer)
-            attention += norm_gates(model, layer) + ngram_projections(model, layer)
+                count += model.hidden_size * model.attention_of(model.in_window(layer)).key_value_size
+            count += per_layer_input(model) + connections(model) + _tables(model, layer)
+            count += norm_gates(model, layer) + ngram_projections(model, layer)
             if moe is None or not model.has_experts(layer):
-                return attention + mlp_used(model, layer)
-            return attention + beside_experts(moe, model) + moe.num_experts * model.hidden_size
+                return count + mlp_used(model, layer)
+            return count + beside_experts(moe, model) + moe.num_experts * model.hidden_size
 
         def experts(layer: int) -> int:
             if moe is None or not model.has_experts(layer):
@@ -97,9 +96,9 @@ def tensor_sizes(model: ModelShape) -> Iterator[int]:
 def weights_used(model: ModelShape) -> int:
     """The number of weights that a token is multiplied with, as Megatron-LM counts them (`flops.py`): neither those of
     experts that it is not routed to, nor those of routers and of most indexers."""
-    layers = sum(projections(model, layer) + mlp_used(model, layer) for layer in range(model.num_layers))
-    layers += model.num_layers * per_layer_input(model) + sum(map(partial(norm_gates, model), range(model.num_layers)))
-    layers += sum(map(partial(ngram_projections, model), range(model.num_layers)))
+    parts = (projections, mlp_used, norm_gates, ngram_projections)
+    layers = sum(part(model, layer) for layer in range(model.num_layers) for part in parts)
+    layers += model.num_layers * per_layer_input(model)
     return layers + model.hidden_size * (model.padded_vocab_size + model.per_layer_embed_size)
 
 
