@@ -113,7 +113,7 @@ _ONE_SHARED = replace(expert_keys.ONE_SHARED, write=_write_one_shared)
 """Of several, llama.cpp multiplies the size of all by their number."""
 
 _PREDICTION = keys.write_only(lambda model: {"nextn_predict_layers": model.mtp_num_layers})
-"""What LAYERS_AND_PREDICTION reads too; this converter writes 0 as well."""
+"""What LAYERS_AND_PREDICTION reads too, written also where there are none."""
 
 _LING_2 = GgufFamily(
     "bailingmoe2",

@@ -74,8 +74,8 @@ def added(streams: Tensor, block: Tensor, add: Tensor, mix: Tensor | None) -> Te
     if mix is None:
         given = add[..., None] * block.float()[:, None]
         return (given.flatten(1) + streams.flatten(1).float()).to(dtype)
-    given, kept = add.to(dtype)[..., None] * block[:, None], torch.matmul(mix.to(dtype).mT, streams)
-    return given.flatten(1) + kept.flatten(1)
+    given, streams = add.to(dtype)[..., None] * block[:, None], torch.matmul(mix.to(dtype).mT, streams)
+    return given.flatten(1) + streams.flatten(1)
 
 
 def add_head(module: nn.Module, model: ModelShape, mhc: HyperConnections, backend: Backend) -> None:
