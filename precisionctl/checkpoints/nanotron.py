@@ -23,7 +23,7 @@ from precisionctl.checkpoints.base import NO_HINTS, Companions, Container, Hints
 from precisionctl.checkpoints.chunks import Chunk, ComputedTensor
 from precisionctl.checkpoints.computed_rows import Heads, SomeRows
 from precisionctl.checkpoints.hf_directory.companions import to_json
-from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensor, read_described
+from precisionctl.checkpoints.hf_directory.safetensors_file import read_described
 from precisionctl.checkpoints.other_trainers.name_patterns import pattern_of, with_numbers
 from precisionctl.checkpoints.other_trainers.trainer_directory import TrainerDirectory, by_model_names
 from precisionctl.checkpoints.torch_files.dcp_metadata import DcpPiece, DcpTensor
@@ -160,7 +160,7 @@ _COPY = "Copy the files of all ranks again."
 def _read_parts(directory: Path) -> dict[str, DcpTensor]:
     """The tensors in `model/` of a checkpoint. Reads headers alone. Raises DamagedCheckpoint where files are missing,
     or do not say what they are a part of, and UnknownArchitecture for experts."""
-    parts: dict[str, list[tuple[tuple[int, ...], StoredTensor, DcpPiece]]] = {}
+    parts: dict[str, list[DcpTensor]] = {}
     ranks: dict[str, set[tuple[str, str]]] = {}
     root = directory / "model"
     for path in sorted(root.rglob("*.safetensors")):
@@ -186,22 +186,22 @@ def _read_parts(directory: Path) -> dict[str, DcpTensor]:
     return {name: _whole(name, found, directory) for name, found in parts.items()}
 
 
-def _whole(name: str, parts: list[tuple[tuple[int, ...], StoredTensor, DcpPiece]], directory: Path) -> DcpTensor:
-    kinds = {(shape, stored.spec.dtype) for shape, stored, _ in parts}
+def _whole(name: str, parts: Sequence[DcpTensor], directory: Path) -> DcpTensor:
+    kinds = {(part.shape, part.dtype) for part in parts}
     if len(kinds) > 1:
         raise DamagedCheckpoint(f"`{name}` has parts of tensors of several shapes or dtypes", where=directory, do=_COPY)
     ((shape, dtype),) = kinds
-    return DcpTensor(shape, dtype, tuple(piece for *_, piece in parts))
+    return DcpTensor(shape, dtype, tuple(piece for part in parts for piece in part.pieces))
 
 
-def _parts_of(path: Path) -> Iterator[tuple[tuple[int, ...], StoredTensor, DcpPiece]]:
-    """For each part that a file has of a whole tensor: the shape of that, the tensor of the file, and the part."""
+def _parts_of(path: Path) -> Iterator[DcpTensor]:
+    """The whole tensor that a file has parts of, once for each of them and with it alone."""
     tensors, metadata = read_described(path)
     (stored,) = tensors.values()
     spec, said = stored.spec, metadata.get("unsharded_shape")
     if said is None:
         whole = DcpPiece((0,) * len(spec.shape), spec.shape, Span(path, stored.offset, spec.nbytes), bare=True)
-        yield spec.shape, stored, whole
+        yield DcpTensor(spec.shape, spec.dtype, (whole,))
         return
     shape = _sizes(said)
     if len(shape) != len(spec.shape) or not 0 < len(shape) < 3:
@@ -214,7 +214,8 @@ def _parts_of(path: Path) -> Iterator[tuple[tuple[int, ...], StoredTensor, DcpPi
         if local[0][0] != row or sizes[1:] != spec.shape[1:] or sizes != tuple(end - begin for begin, end in of_whole):
             raise ValueError(f"{pair:.60} of a tensor {spec.shape}")
         span = Span(path, stored.offset + row * length, sizes[0] * length)
-        yield shape, stored, DcpPiece(tuple(begin for begin, _ in of_whole), sizes, span, bare=True)
+        piece = DcpPiece(tuple(begin for begin, _ in of_whole), sizes, span, bare=True)
+        yield DcpTensor(shape, spec.dtype, (piece,))
         row += sizes[0]
     if row != spec.rows:
         raise ValueError(f"{row} of {spec.rows} rows have a place")

@@ -62,15 +62,15 @@ def read_published(
 
 def _with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
     """config.json, with the `quantization_config` that it has anywhere, or that older ModelOpts wrote in a file of its
-    own. Some of them did not write `quant_method`, which is known by `quant_algo` then."""
+    own. Some of them did not write `quant_method`, which is known by that file or by `quant_algo` then."""
     beside = path / QUANT_CONFIG
     found = said_quantization(config)
-    if not found and has_file(beside, path):
+    from_file = not found and has_file(beside, path)
+    if from_file:
         found = read_json(beside, path).get("quantization")
         if not isinstance(found, dict):
             raise DamagedCheckpoint("no `quantization`", where=beside)
-        found = {"quant_method": "modelopt"} | found
-    if isinstance(found, dict) and "quant_method" not in found and "quant_algo" in found:
+    if isinstance(found, dict) and "quant_method" not in found and (from_file or "quant_algo" in found):
         found = {"quant_method": "modelopt"} | found
     return config | {"quantization_config": found} if found else config
 

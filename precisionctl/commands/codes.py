@@ -44,6 +44,9 @@ from precisionctl.untrusted.safe_json import parse_json
 _SCHEMES: Mapping[Scaling, Scheme] = {"delayed": "static", "current": "dynamic", "block": "block", "mxfp8": "mxfp8"}
 """The scheme in which an engine computes most like a recipe's scaling."""
 
+_BY_ENGINE = "Input scales are made by the engine."
+_IN_BF16 = "Inputs are not quantized."
+
 
 def for_engine(source: Source, engine: Engine) -> Result:
     """A result for an engine.
@@ -272,10 +275,6 @@ class _EngineCodes:
         """The command that serves the result at a path."""
         request, fp8_cache = self.request, self.request.kv_cache is not None
         return self.engine.serve(path, request.ranks, expert_parallel=request.expert_parallel, fp8_cache=fp8_cache)
-
-
-_BY_ENGINE = "Input scales are made by the engine."
-_IN_BF16 = "Inputs are not quantized."
 
 
 def as_before(source: Source) -> Result:

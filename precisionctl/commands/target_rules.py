@@ -48,7 +48,9 @@ def check_directory(
         reader = open_hinted(path, reference=reference)
     except PrecisionError as error:
         raise RecipeError(f"{error.what}, so nothing was checked", where=error.where, do=error.do) from error
-    plan = cache(partial(_planned, reader, "megatron" if target == TE else "hf"))  # by Megatron's `load_te` finds state
+    # By Megatron's names for TE, since `te.load_te` finds state by them. Made once, and where it is first asked for, as
+    # `check_te` refuses other containers before
+    planned = cache(partial(_planned, reader, "megatron" if target == TE else "hf"))
     title = OTHER_TARGETS.get(target)
     if title is None:
         engine = engine_named(target, *OTHER_TARGETS)
@@ -57,10 +59,10 @@ def check_directory(
     elif given := given_options({"--tp": ranks > 1, "--expert-parallel": expert_parallel}):
         raise RecipeError(f"{given} cannot be given for {title}", do="Leave it out.")
     elif target == TE:
-        found = check_te(reader, plan)
+        found = check_te(reader, planned)
     else:
         found = check_llama_cpp(reader) if target == LLAMA_CPP else check_mlx(reader)
-    of_any = [each for each in (_wrapped(reader), plan()) if isinstance(each, Finding)]
+    of_any = [each for each in (_wrapped(reader), planned()) if isinstance(each, Finding)]
     return TargetCheck(title, [*of_any, *found])
 
 

@@ -120,11 +120,11 @@ class MlxCodes(DecodedWeights):
         parts = self._made[name]
         if parts[0].how == "plus_one":
             return NormPlusOne()
-        groups = {self._groups(part.name) for part in parts}
         if parts[0].how == "turned":
             keys, values = parts[:2]
             columns, key_rows = keys.shape
             return OfHeads(key_rows, columns, values.shape[0], self._groups(keys.name), self._groups(values.name))
+        groups = {self._groups(part.name) for part in parts}
         return groups.pop() if len(groups) == 1 else None
 
     def _groups(self, name: str) -> MlxGroups | None:
