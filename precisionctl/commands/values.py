@@ -118,12 +118,15 @@ def _notes(source: Source, run: CarriedRun) -> Iterator[str]:
 
 
 def _default_notes(source: Source) -> Iterator[str]:
-    """A note on the optimizer's settings that the source does not say, and that the result's loader needs."""
+    """Notes on the optimizer's settings that the source does not say, and that the result's loader needs."""
     trained, storage, defaults = source.trained, source.request.storage, dict[str, Any]()
     if trained and storage.container in (DCP, TORCHTITAN):
         defaults |= trainer_run_of(trained).defaults(ADAMW_SETTINGS)
     elif trained and of_trainer(trained):
         defaults |= trained.trainer_run.defaults(MEGATRON_NEEDS if storage.layout == "megatron" else ())
+    if "initial_lr" in defaults:
+        rate = defaults.pop("initial_lr")
+        yield f"The source does not say the rate before its schedule: the result's initial_lr is its lr, {rate:g}."
     if defaults:
         values = ", ".join(f"{key} {value}" for key, value in defaults.items())
         yield f"The source does not say all settings of its optimizer, and the result has PyTorch's defaults: {values}."
@@ -139,6 +142,8 @@ def _master_notes(source: Source) -> Iterator[str]:
         yield "The weights are the optimizer's FP32 masters, of which the source's weights are the rounding."
     elif with_masters(source.reader):
         yield "The optimizer's FP32 masters stay behind, too: the weights are their rounding, as FP32."
+    elif of_trainer(source.reader) and source.reader.unsupported_state:
+        yield "FP32 masters, if the optimizer has any, stay behind with it: the weights are the stored ones, as FP32."
 
 
 def _stateless_notes(recipe: Precision | None) -> Iterator[str]:

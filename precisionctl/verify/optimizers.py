@@ -3,6 +3,7 @@ else under Hugging Face's."""
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints.base import OfOptimizer, Reader, WithOptimizer
@@ -57,11 +58,20 @@ def both_optimizers(a: Reader, b: Reader) -> tuple[list[tuple[HfTensors, HfTenso
 
 def compare_optimizer_settings(a: Reader, b: Reader) -> tuple[list[str], list[NotCompared]]:
     """A line for AdamW's count of updates and for each of its settings that both checkpoints say, if they say other
-    values; or why they are not compared, if one side's cannot be read as AdamW's."""
-    try:
-        of_a, of_b = (trainer_run_of(reader) for reader in (a, b) if of_run(reader))
-    except CheckpointError as error:
-        return [], [NotCompared("run", f"settings of the optimizer: {error.what}")]
-    left, right = ({"updates": run.updates, **run.settings} for run in (of_a, of_b))
+    values, and for those of one side that cannot be read as AdamW's; or why they are not compared, if neither can."""
+    readable, unreadable = dict[str, Mapping[str, Any]](), dict[str, str]()
+    for side, reader in (("A", a), ("B", b)):
+        assert of_run(reader), "it has an optimizer"
+        try:
+            run = trainer_run_of(reader)
+        except CheckpointError as error:
+            unreadable[side] = error.what
+        else:
+            readable[side] = {"updates": run.updates, **run.settings}
+    if not readable:
+        return [], [NotCompared("run", f"settings of the optimizer: {unreadable['A']}")]
+    if unreadable:
+        return [f"in {side}: {what}" for side, what in unreadable.items()], []
+    left, right = readable.values()
     differing = [key for key, value in left.items() if right.get(key, value) != value]
     return [f"{key} is {left[key]} in A, {right[key]} in B" for key in differing], []

@@ -175,7 +175,7 @@ def test_weights_with_zero_points_that_were_trained_in_bf16_are_not_said_to_have
     changes = {"train__steps": 1, "optimizer__lr": 1e-60, "optimizer__weight_decay": 0.0}
     training.run(training.settings(tmp_path / "source", tmp_path / "text.txt", tmp_path / "run", **changes))
     notes = convert(tmp_path / "run", tmp_path / "back", "hf", precision="fp8").notes
-    convert(tmp_path / "run", tmp_path / "fp32", "hf", "fp32")
+    convert(tmp_path / "run", tmp_path / "fp32", "hf", "fp32", drop_optimizer=True)  # whose masters give the codes back
     assert stored(tmp_path / "fp32")[f"{UP}weight"].dtype == torch.float32
     by_way_of_fp32 = convert(tmp_path / "fp32", tmp_path / "back-by-fp32", "hf", precision="fp8").notes
     before, after = stored(tmp_path / "source"), stored(tmp_path / "back")
