@@ -1,7 +1,7 @@
 """Two checkpoints compared in any two formats. They meet under their Hugging Face names, where the padding of a
 vocabulary is no difference."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from precisionctl.conversion.known_state import known_state
 from precisionctl.errors import CheckpointError
 from precisionctl.export.mlx_plan import mlx_has, names_as_codes
 from precisionctl.export.weight_encodings import weight_encodings
+from precisionctl.fp8.state import Fp8States
 from precisionctl.model.same_model import differences, in_words
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
@@ -73,15 +74,68 @@ def compare(
     is found does not depend on it. `progress` is opened for A's stored bytes. Raises MappingError where a checkpoint,
     or the state, does not fit its architecture; OutputError if a worker was killed.
     """
-    plans = _plan(a, b), _plan(b, a)
-    left, right = _tensors(a, b, plans[0]), _tensors(b, a, plans[1])
-    encodings = weight_encodings(a), weight_encodings(b)
+    left, right = _side(a, b), _side(b, a)
+    optimizers, not_both = both_optimizers(a, b)
+    towers = towers_of_both(a, b, (left.plan, right.plan))
+    tensors = _compare_tensors(left.tensors, right.tensors, optimizers, towers, workers, progress)
+    recorder, other = (right, left) if left.is_codes and not right.is_codes else (left, right)
+    state = known_state(recorder.reader, recorder.plan.gemms, state_file).current if state_file else None
+    settings, of_settings = _compare_settings(left, right, state)
+    recorded = {recorder: state} if state and other.reader.fp8 else {}
+    both_states = (recorded.get(side, side.reader.fp8) for side in (left, right))
+    states, of_states = compare_states(*both_states, one_sided=fp8)
+    codes = compare_codes(left.tensors, right.tensors, (left.former, right.former), workers) if fp8 else ()
+    of_optimizers, also_not = compare_optimizer_settings(a, b) if optimizers else ([], [])
+    derived = (*left.plan.derived, *right.plan.derived)
+    left_out = (*of_settings, *_left_out(a, b, towers, derived), *not_both, *also_not, *of_states)
+    if fp8 and (decoded := codes_as_values(left.tensors, right.tensors)):
+        left_out = (*left_out, NotCompared("codes", f"{counted(len(decoded), 'weight')}, such as {decoded[0]}"))
+    settings = [*settings, *(towers.settings if towers else ())]
+    return Comparison(tuple(tensors), tuple(settings), states, tuple(codes), tuple(of_optimizers), left_out)
+
+
+@dataclass(frozen=True, eq=False)
+class _Side:
+    """One of the checkpoints. `plan` leads to Hugging Face's names, `tensors` are those that are compared, and
+    `encodings` is how its weights are encoded, or once were."""
+
+    reader: Reader
+    plan: Plan
+    tensors: HfTensors
+    encodings: WeightEncodings | None
+
+    @property
+    def is_codes(self) -> bool:
+        return bool(self.reader.encodings)
+
+    @property
+    def former(self) -> WeightEncodings | None:
+        """How weights that are values now were encoded."""
+        return None if self.is_codes else self.encodings
+
+    def fixed_scales(self, state: Fp8States | None) -> FixedScales:
+        return FixedScales(self.reader, self.tensors.plan, self.encodings, state or self.reader.fp8)
+
+
+def _side(reader: Reader, other: Reader) -> _Side:
+    plan = _plan(reader, other)
+    return _Side(reader, plan, _tensors(reader, other, plan), weight_encodings(reader))
+
+
+def _compare_tensors(
+    left: HfTensors,
+    right: HfTensors,
+    optimizers: Sequence[tuple[HfTensors, HfTensors]],
+    towers: TowersOfBoth | None,
+    workers: int,
+    progress: BytesProgress,
+) -> list[TensorComparison]:
+    """Compare the tensors of both models, with copies that either side has, of their optimizers, and of their
+    towers."""
     for name, of in {**left.copies, **right.copies}.items():
         left.add_copy(name, of)
         right.add_copy(name, of)
-    optimizers, not_both = both_optimizers(a, b)
-    towers = towers_of_both(a, b, plans)
-    of_a: list[HfTensors] = [left, *(mine for mine, _ in optimizers), *([towers.a] if towers else [])]
+    of_a = [left, *(mine for mine, _ in optimizers), *([towers.a] if towers else [])]
     with progress(sum(mine.nbytes(name) for mine in of_a for name in mine.specs)) as on_bytes:
         tensors = [*compare_tensors(left, right, on_bytes, workers), *compare_extras(left, right)]
         for mine, others in optimizers:
@@ -91,26 +145,7 @@ def compare(
             tensors += compare_tensors(towers.a, towers.b, on_bytes, workers)
             side: Status = "only in A" if towers.file == "A" else "only in B"
             tensors += [TensorComparison(name, side, dtype) for name, dtype in towers.others.items()]
-    recorder = int(bool(a.encodings) and not b.encodings)  # of A and B
-    state = known_state((a, b)[recorder], plans[recorder].gemms, state_file).current if state_file else None
-    fixed = (
-        FixedScales(reader, side.plan, coded, state or reader.fp8)
-        for reader, side, coded in zip((a, b), (left, right), encodings, strict=True)
-    )
-    settings, of_settings = _compare_settings(a, b, encodings, fixed)
-    both_states = [a.fp8, b.fp8]
-    if state and both_states[1 - recorder]:
-        both_states[recorder] = state
-    states, of_states = compare_states(*both_states, one_sided=fp8)
-    before = (None if a.encodings else encodings[0], None if b.encodings else encodings[1])
-    codes = tuple(compare_codes(left, right, before, workers)) if fp8 else ()
-    derived = [name for plan in plans for name in plan.derived]
-    of_optimizers, also_not = compare_optimizer_settings(a, b) if optimizers else ([], [])
-    left_out = (*of_settings, *_left_out(a, b, towers, derived), *not_both, *also_not, *of_states)
-    if fp8 and (decoded := codes_as_values(left, right)):
-        left_out = (*left_out, NotCompared("codes", f"{counted(len(decoded), 'weight')}, such as {decoded[0]}"))
-    settings = [*settings, *(towers.settings if towers else ())]
-    return Comparison(tuple(tensors), tuple(settings), states, codes, tuple(of_optimizers), left_out)
+    return tensors
 
 
 def _plan(reader: Reader, other: Reader) -> Plan:
@@ -137,13 +172,9 @@ def _without_towers(reader: Reader, other: Reader) -> bool:
     return reader.model.wrapper is not None and (other.container == "gguf" or saved_by_mlx(other.files))
 
 
-def _compare_settings(
-    a: Reader,
-    b: Reader,
-    encodings: tuple[WeightEncodings | None, WeightEncodings | None],
-    fixed: Iterable[FixedScales],
-) -> Found:
-    """Compare config.json, models, encodings and the fixed scales of both."""
+def _compare_settings(left: _Side, right: _Side, state: Fp8States | None) -> Found:
+    """Compare config.json, models, encodings and the fixed scales of both, these against `state`, if there is one."""
+    a, b = left.reader, right.reader
     lines, left_out = compare_configs(a, b)
     of_models = [
         f"{field} is {in_words(mine)} in A, {in_words(others)} in B"
@@ -152,7 +183,9 @@ def _compare_settings(
     if of_models and a.model.model_type != b.model.model_type:  # the reason; two families may also compute alike
         lines = [f"the family is {a.model.model_type} in A, {b.model.model_type} in B", *lines]
     lines = [*lines, *of_models]
-    for more, also_left_out in (compare_encodings(a, b, *encodings), compare_fixed_scales(*fixed)):
+    of_encodings = compare_encodings(a, b, left.encodings, right.encodings)
+    of_scales = compare_fixed_scales(left.fixed_scales(state), right.fixed_scales(state))
+    for more, also_left_out in (of_encodings, of_scales):
         lines, left_out = [*lines, *more], [*left_out, *also_left_out]
     return lines, left_out
 
