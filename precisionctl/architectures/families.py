@@ -17,9 +17,9 @@ from precisionctl.architectures.wrappers import is_wrapper, may_be_tied, text_co
 from precisionctl.discover import discover_names
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, at, most_alike, shown
 from precisionctl.model.model_fields import PARTS
-from precisionctl.model.model_parts import text_part
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.same_model import TENSORS, differences
+from precisionctl.model.text_config import text_part
 from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.param import EMBEDDING
 from precisionctl.untrusted.safe_json import mapping_or_empty

@@ -21,7 +21,7 @@ import numpy as np
 
 from precisionctl.architectures.config_keys import Config
 from precisionctl.errors import DamagedCheckpoint, shown
-from precisionctl.model.model_parts import text_part
+from precisionctl.model.text_config import text_part
 from precisionctl.untrusted.safe_json import mapping_or_empty
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from precisionctl.architectures.param_map import Architecture, Either
 from precisionctl.architectures.rearrangements import Transposed
 from precisionctl.architectures.shared.moe_rows import FUSED, NUMBERED
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model.model_parts import Wrapper, config_parts, text_part
+from precisionctl.model.model_parts import Wrapper
+from precisionctl.model.text_config import config_parts, text_part
 from precisionctl.param import EMBEDDING
 
 TOWERS = "towers."

@@ -49,8 +49,8 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionError, damage, shown
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
-from precisionctl.model.model_parts import text_part
 from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.text_config import text_part
 from precisionctl.param import STATE, Layout, TensorSpec
 from precisionctl.quant_methods.base import FLOATS
 from precisionctl.quant_methods.caches import cache_scales

@@ -38,8 +38,8 @@ from precisionctl.export.gguf.gguf_tokenizer import tokenizer_metadata
 from precisionctl.export.gguf.towers_plan import TowerType
 from precisionctl.export.model_card import NAME, Card, path_in_command
 from precisionctl.export.weight_encodings import stored_weight_encodings
-from precisionctl.model.model_parts import config_parts
 from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.text_config import config_parts
 from precisionctl.param import stack_and_slice
 from precisionctl.planning.plan import Plan
 from precisionctl.sizes import counted, listed

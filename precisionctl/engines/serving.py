@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from precisionctl.model.model_parts import text_part
+from precisionctl.model.text_config import text_part
 from precisionctl.param import TensorSpec, divides_heads, gemm_misfit, is_slice
 from precisionctl.quant_methods.base import SQUARE, Block
 from precisionctl.sizes import listed

@@ -2,6 +2,7 @@
 
 In the order in which they are best read, which is the one in which they import one another:
 
+text_config.py      which part of a config.json describes the text model
 model_parts.py      experts, latent attention and others that some models have; what is a size
 recurrent_parts.py  parts with a state that passes from token to token: delta nets, short convolutions, mixers
 sparse_parts.py     attention to chosen keys

@@ -1,11 +1,9 @@
 """What some models have beside plain attention and MLPs: experts, latent attention, other attention without a window,
 several residual streams, embeddings of n-grams, a wrapper of images or sound; and what is a size."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cache, reduce
+from functools import cache
 from math import isqrt
-from operator import getitem
 from typing import Any, ClassVar, Literal
 
 from precisionctl.errors import DamagedCheckpoint, shown
@@ -236,33 +234,6 @@ class Wrapper:
         alone = {here: alone for alone, here in self.names.items()} | {self.body: self.body_alone}
         here = max(filter(name.startswith, alone), key=len, default=None)  # that of a body may be empty
         return name if here is None else alone[here] + name.removeprefix(here)
-
-
-def text_part(config: Mapping[str, Any]) -> Any:
-    """What a wrapper's config.json has of its text model; None where it has nothing. `llm_config` is the word of
-    InternVL's code, which NVIDIA's published Nemotrons have. Models that also speak (Qwen Omni) have a part for what
-    thinks, and the text model's within it."""
-    path = text_path(config)
-    return reduce(getitem, path, config) if path else None
-
-
-def text_path(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The keys that lead to `text_part`; none where there is none."""
-    places = ((config, ()), (config.get("thinker_config"), ("thinker_config",)))
-    said = (
-        (*above, key)
-        for part, above in places
-        for key in ("text_config", "llm_config")
-        if isinstance(part, Mapping) and part.get(key) is not None
-    )
-    return next(said, ())
-
-
-def config_parts(config: Mapping[str, Any]) -> list[Any]:
-    """The objects of a config.json that may say something of its text model as a whole, the outermost first: the file's
-    own, that of what thinks, and the text model's."""
-    parts = (config, config.get("thinker_config"), text_part(config))
-    return [part for part in parts if isinstance(part, Mapping)]
 
 
 @dataclass(frozen=True)

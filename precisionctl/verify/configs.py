@@ -9,9 +9,9 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.hf_directory.encodings_file import without_quantization
 from precisionctl.engines.base import engines
 from precisionctl.engines.rules.ignore_lists import in_time
-from precisionctl.model.model_parts import text_path
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.same_model import differences
+from precisionctl.model.text_config import text_path
 from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.sizes import listed
 from precisionctl.untrusted.safe_json import parse_json

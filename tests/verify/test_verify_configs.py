@@ -22,8 +22,8 @@ from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceWriter
 from precisionctl.engines.base import engines
 from precisionctl.errors import PrecisionctlError
-from precisionctl.model.model_parts import config_parts
 from precisionctl.model.same_model import differences
+from precisionctl.model.text_config import config_parts
 from precisionctl.reports import verify as report
 from precisionctl.verify import not_compared
 from precisionctl.verify.compare import Comparison, compare

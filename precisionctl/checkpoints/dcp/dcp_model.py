@@ -42,7 +42,7 @@ from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip
 from precisionctl.checkpoints.torch_files.dcp_tensors import LogicalTensor, LogicalTensors, check_whole, slices
 from precisionctl.checkpoints.torch_files.torch_zip import Span
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint, shown
-from precisionctl.model.model_parts import config_parts
+from precisionctl.model.text_config import config_parts
 from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.param import MOMENTUM, STATE, TensorSpec, state_name
 from precisionctl.paths import above, own_name

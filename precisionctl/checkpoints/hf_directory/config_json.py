@@ -13,8 +13,8 @@ from precisionctl.checkpoints.hf_directory.encodings_file import without_quantiz
 from precisionctl.dtypes import DType
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
-from precisionctl.model.model_parts import config_parts, text_part
 from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.text_config import config_parts, text_part
 from precisionctl.param import TensorSpec
 from precisionctl.untrusted.safe_json import parse_json
 

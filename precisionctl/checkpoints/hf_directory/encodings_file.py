@@ -26,7 +26,7 @@ from precisionctl.checkpoints.output import sync
 from precisionctl.codes.elements import E4M3, FP8, Packing
 from precisionctl.codes.encoding import Encoding, grid_shape
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
-from precisionctl.model.model_parts import config_parts
+from precisionctl.model.text_config import config_parts
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.coded_weights import (
     KEYS_OF_CODES,

@@ -5,8 +5,8 @@ from typing import Any
 
 from precisionctl.checkpoints.mlx.mlx_names import ALONE_IN_WRAPPER
 from precisionctl.dtypes import DType
-from precisionctl.model.model_parts import text_part
 from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.text_config import text_part
 from precisionctl.untrusted.safe_json import mapping_or_empty
 
 _PARTIAL, _SCALING = "partial_rotary_factor", "rope_scaling"

@@ -17,8 +17,8 @@ from precisionctl.checkpoints.mlx.mlx_config import (
 from precisionctl.checkpoints.mlx.mlx_names import RENAMED, WRAPPED, is_known
 from precisionctl.dtypes import DType
 from precisionctl.errors import UnknownArchitecture, shown
-from precisionctl.model.model_parts import text_part
 from precisionctl.model.model_shape import ModelShape
+from precisionctl.model.text_config import text_part
 from precisionctl.model.untabled_model import UntabledModel
 
 
