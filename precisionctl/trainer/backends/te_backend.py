@@ -120,8 +120,11 @@ class TransformerEngineBackend:
         return self._adopt(module, name, mode, in_features, out_features)
 
     def norm(self, size: int, norm: Norm) -> nn.Module:
-        kind = RMSNorm if norm.kind == "RMSNorm" else LayerNorm
-        return kind(
+        if norm.kind == "RMSNorm":
+            return RMSNorm(
+                size, eps=norm.epsilon, zero_centered_gamma=norm.zero_centered, dtype=self.dtype, device=self.device
+            )
+        return LayerNorm(
             size, eps=norm.epsilon, zero_centered_gamma=norm.zero_centered, dtype=self.dtype, device=self.device
         )
 
