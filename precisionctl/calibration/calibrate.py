@@ -117,6 +117,7 @@ def _calibrate(calibration: Calibration, recipe: Recipe, world: World, on_pass: 
     backend, output = choose_backend(calibration.backend), _output(calibration)
     source = open_hinted(calibration.checkpoint, calibration.iteration, reference=calibration.reference)
     check_length(recipe, source.model, "--sequence-length ")
+    # Parameters that FSDP2 shards are FP32, which are rounded when they are gathered
     plan = make_plan(source, "megatron", dtype=DType.bfloat16 if world.count == 1 else DType.float32)
     shards.check(plan.model, recipe.parallel)
     recipe = replace(recipe, precision=recipe.precision.of_layers(source.model.num_layers))
@@ -197,8 +198,7 @@ def _passes(asked: int, rows: int, at_once: int) -> tuple[int, tuple[str, ...]]:
 
 def _model(source: Reader, plan: Plan, recipe: Recipe, backend: BackendName, device: torch.device, world: World) -> GPT:
     """The model in BF16, without its values yet. Its weights take no gradients: that saves a third of the work and
-    changes nothing recorded. In `plan` parameters that FSDP2 shards are FP32, which are rounded when they are
-    gathered."""
+    changes nothing recorded."""
     with Undrawn():
         model = GPT(
             plan.model,

@@ -5,19 +5,20 @@ LitGPT's output layer is a parameter of its own, also of a model whose embedding
 matrices, and is tied no longer.
 """
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from precisionctl.checkpoints.base import NO_HINTS, Companions, Container, Hints, without_iterations
-from precisionctl.checkpoints.chunks import Box, Chunk
+from precisionctl.checkpoints.chunks import Box, Chunk, read_bytes
 from precisionctl.checkpoints.hf_directory.companions import to_json
 from precisionctl.checkpoints.hf_directory.huggingface_files import tensors_of
-from precisionctl.checkpoints.hf_directory.safetensors_file import JoinedTensor, StoredTensor
+from precisionctl.checkpoints.hf_directory.safetensors_file import JoinedTensor, StoredTensor, StoredTensors
 from precisionctl.checkpoints.hf_directory.wrapped_names import names_inside
-from precisionctl.checkpoints.megatron.provider import parse_yaml
+from precisionctl.checkpoints.megatron.provider import read_yaml
 from precisionctl.checkpoints.other_trainers.litgpt_families import (
     EMBEDDINGS,
     FAMILIES,
@@ -36,7 +37,7 @@ from precisionctl.model.same_model import used
 from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.param import TensorSpec
 from precisionctl.sizes import counted, listed
-from precisionctl.untrusted.safe_files import check_link, has_file, read_file
+from precisionctl.untrusted.safe_files import check_link, has_file
 from precisionctl.untrusted.safe_json import mapping_or_empty, parse_json
 from precisionctl.untrusted.safe_pickle import is_count
 
@@ -132,14 +133,11 @@ class LitGptReader(TrainerDirectory):
             return len(two) == 2
         if two[0].offset == two[1].offset:
             return False
-        spec = two[0].spec
-        length = spec.columns * spec.dtype.itemsize
-        with open(self._file, "rb") as file:
-            for row in range(0, spec.rows, max(spec.rows // _COMPARED, 1)):
-                one, other = (os.pread(file.fileno(), length, tensor.offset + row * length) for tensor in two)
-                if one != other:
-                    return True
-        return False
+        rows, (one, other) = two[0].spec.rows, (StoredTensors({"": (self._file, each)}) for each in two)
+        return any(
+            not np.array_equal(read_bytes(one, "", row, 1), read_bytes(other, "", row, 1))
+            for row in range(0, rows, max(rows // _COMPARED, 1))
+        )
 
 
 _COMPARED = 256
@@ -153,7 +151,7 @@ def _otherwise(model: ModelShape, path: Path) -> list[str]:
     where = path / _CONFIG
     if not has_file(where, path):
         return []
-    said = parse_yaml(read_file(where, path), where)
+    said = read_yaml(where, path)
     if not isinstance(said, dict):
         raise DamagedCheckpoint("it holds no settings", where=where)
     ours: dict[str, object] = {own: getattr(model, name) for own, name in _SAME.items()}

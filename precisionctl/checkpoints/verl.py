@@ -33,7 +33,7 @@ from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoi
 from precisionctl.param import MOMENTS, TensorSpec
 from precisionctl.paths import above, own_name
 from precisionctl.sizes import counted
-from precisionctl.untrusted.safe_files import has_file
+from precisionctl.untrusted.safe_files import check_file
 
 _FILE = re.compile(r"(model|optim)_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
 _STEP = re.compile(r"global_step_(\d{1,18})")
@@ -130,7 +130,7 @@ def _rank_files(directory: Path, kind: str) -> list[Path]:
         )
         raise DamagedCheckpoint(what, where=directory, do="Is the copy whole? Remove files of other runs.")
     for _, name in ranks:
-        has_file(directory / name, directory)  # raises for what is none
+        check_file(directory / name, directory)
     return [directory / name for _, name in ranks]
 
 

@@ -44,7 +44,12 @@ from precisionctl.cli.options import CHECKPOINT, FILE, POSITIVE, EngineName, is_
     is_flag=True,
     help="With --target: the engine will give each GPU whole experts, not parts of all.",
 )
-@click.option("--fp8-state", type=FILE, help="Compare fixed scales with this file of calibrate, instead of A's state.")
+@click.option(
+    "--fp8-state",
+    type=FILE,
+    help="Compare fixed scales and FP8 state with this file of calibrate, instead of A's state, or B's if A alone is "
+    "codes.",
+)
 @reference_option
 @click.option(
     "--workers", type=POSITIVE, default=2, show_default=True, help="Number of processes that compare tensors."

@@ -48,10 +48,7 @@ def source_notes(source: Source) -> Iterator[str]:
     yield from reading_notes(reader)
     yield from _trained_notes(reader, carried=source.trained is not None)
     yield from _companion_notes(reader, source.request.reference)
-    if plan.to_layout == "hf":
-        yield from _missing_notes(reader, source.request.reference)
-    elif not of_megatron(reader) and not any(map(is_tokenizer, reader.companions.files)):
-        yield _missing(["tokenizer"], source.request.reference)
+    yield from _missing_notes(reader, plan.to_layout, source.request.reference)
 
 
 def family_notes(reader: Reader, model: ModelShape, to: Layout, *, named: bool) -> Iterator[str]:
@@ -182,25 +179,26 @@ def _companion_notes(reader: Reader, reference: Path | None) -> Iterator[str]:
         )
 
 
-def _missing_notes(reader: Reader, reference: Path | None) -> Iterator[str]:
-    """Notes on what a complete directory has and the source, and so the result, does not."""
+def _missing_notes(reader: Reader, to: Layout, reference: Path | None) -> Iterator[str]:
+    """Notes on what a complete directory has and the source, and so the result, does not. Megatron's needs a tokenizer
+    alone, and from Megatron's own nobody expects one."""
+    if to == "megatron" and of_megatron(reader):
+        return
     files = reader.companions.files
     missing = [] if any(map(is_tokenizer, files)) else ["tokenizer"]
-    missing += [] if GENERATION in files else [GENERATION]
-    if missing:
-        yield _missing(missing, reference)
-    if "config.json" not in files and parse_json(files.get(GENERATION, b"{}"), GENERATION).get("eos_token_id") is None:
+    missing += [] if to == "megatron" or GENERATION in files else [GENERATION]
+    if missing and reference is not None:
+        yield f"Missing in the source, in the reference {reference}, and so in the result: {', '.join(missing)}."
+    elif missing:
+        hint = ". --reference HF_DIR takes them from a Hugging Face directory" if "tokenizer" in missing else ""
+        yield f"Missing in the source, and so in the result: {', '.join(missing)}{hint}."
+    if to == "megatron" or "config.json" in files:
+        return
+    if parse_json(files.get(GENERATION, b"{}"), GENERATION).get("eos_token_id") is None:
         yield (
             "Nothing names the token that ends a text: `eos_token_id` is null in the result, and programs may generate "
             "without an end."
         )
-
-
-def _missing(names: list[str], reference: Path | None) -> str:
-    if reference is not None:
-        return f"Missing in the source, in the reference {reference}, and so in the result: {', '.join(names)}."
-    hint = ". --reference HF_DIR takes them from a Hugging Face directory" if "tokenizer" in names else ""
-    return f"Missing in the source, and so in the result: {', '.join(names)}{hint}."
 
 
 def _overruled_notes(reader: Reader) -> Iterator[str]:

@@ -126,17 +126,17 @@ class AsBefore:
 
     def _input_scales(self, names: Sequence[str], since: Tensor | None) -> dict[str, float]:
         """The fixed scales of the inputs: the old ones, or those from the amax that was recorded `since`."""
-        amaxes = {name: amax for name in names if (amax := self.encodings.input_amax(name)) is not None}
-        carried = {
-            given: float(read_tensor(self.encodings.stored, given).float().reshape(()))
-            for name in amaxes
+        coded = [name for name in names if self.encodings.input_amax(name) is not None]  # which checks the scale too
+        carried = [
+            given
+            for name in coded
             for given in (self.encodings.scales[name].input, self.encodings.scales[name].input_zero_point)
             if given
-        }
+        ]
         if since is not None:
             made = {
                 given: float(self.encodings.scales[name].of_input_amax(since))
-                for name in amaxes
+                for name in coded
                 if (given := self.encodings.scales[name].input)
             }
             return dict.fromkeys(carried, 0.0) | made  # an amax gives zero points of 0
@@ -146,7 +146,7 @@ class AsBefore:
                 do="Record others with `precisionctl calibrate` and give --fp8-state, or use `export-inference "
                 "--scheme dynamic`.",
             )
-        return carried
+        return {given: float(read_tensor(self.encodings.stored, given).float().reshape(())) for given in carried}
 
     def _cache_scales(self, plan: Plan) -> dict[str, float]:
         """The scales that belong to no weight, which are those of a KV cache."""

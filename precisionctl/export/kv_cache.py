@@ -144,7 +144,7 @@ def of_no_cache(encodings: WeightEncodings | None, plan: Plan) -> Iterator[str]:
 
 
 def stored_scales(encodings: WeightEncodings | None, plan: Plan) -> dict[str, CacheScale]:
-    """The scales that the source's FP8 directory came with, by Megatron's name of the module: `….core_attention`."""
+    """The scales that the source's directory came with, by Megatron's name of the module: `….core_attention`."""
     places = _places(encodings)
     return {
         module: scale

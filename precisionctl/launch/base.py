@@ -12,6 +12,7 @@ from precisionctl.architectures.megatron.megatron_args import otherwise_in_megat
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.hf_directory.companions import is_tokenizer, read_companions
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.megatron.arguments import recipe_words
 from precisionctl.checkpoints.megatron.directory import of_megatron
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, TRACKER, directory_name, read_tracker
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
@@ -19,6 +20,7 @@ from precisionctl.commands.notes import GATE
 from precisionctl.doctor import examine_payloads
 from precisionctl.errors import CheckpointError, PrecisionError, UnknownArchitecture
 from precisionctl.fp8.state import DelayedScaling
+from precisionctl.megatron_flags import stateless_words
 from precisionctl.model.model_parts import check_size
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.planning.make_plan import plan_weights, stored_model
@@ -184,7 +186,7 @@ class LaunchSource:
         """The recipe of the run of `resume` that wrote the checkpoint; None for other checkpoints."""
         return recipe_of_run(self.reader)
 
-    @property
+    @cached_property
     def stateless(self) -> Precision | None:
         """The precision of the run that wrote the checkpoint, if that is FP8 under a recipe without state (current,
         block or MXFP8 scaling), as run.json or Megatron's arguments say; None otherwise."""
@@ -199,6 +201,14 @@ class LaunchSource:
         if self.state:
             return Precision(fp8=True, delayed=self.state)
         return replace(self.stateless, keep_bf16=()).of_layers(self.model.num_layers) if self.stateless else None
+
+    @property
+    def fp8_words(self) -> Mapping[str, object]:
+        """The recipe of `state`, or that of `stateless`, as arguments under the names that Megatron, Bridge and NeMo
+        share; empty for BF16."""
+        if self.state:
+            return recipe_words(self.state)
+        return stateless_words(self.stateless) if self.stateless else {}
 
     def require_fp8_sizes(self, framework: str) -> None:
         """Raise PrecisionError if the framework would have a weight in FP8 whose shape no FP8 GEMM takes: Transformer

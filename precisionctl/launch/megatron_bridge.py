@@ -1,9 +1,8 @@
 """Megatron-Bridge: lines for a recipe, on its ConfigContainer `cfg` (training/config.py, mixed_precision.py)."""
 
-from precisionctl.checkpoints.megatron.arguments import recipe_words
 from precisionctl.checkpoints.megatron.provider import RENAMED
 from precisionctl.launch.base import Launch, LaunchSource, left_to_provider
-from precisionctl.megatron_flags import PARALLEL_SIZES, stateless_words
+from precisionctl.megatron_flags import PARALLEL_SIZES
 
 _MIXED = "megatron.bridge.training.mixed_precision"
 
@@ -37,10 +36,7 @@ def launch(source: LaunchSource) -> Launch:
             f"cfg.tokenizer.tokenizer_model = {str(source.tokenizer)!r}",
         ]
     lines.append(f"cfg.mixed_precision = {recipe}()")
-    words = recipe_words(source.state) if source.state else {}
-    if not words and source.stateless:
-        words = stateless_words(source.stateless)
-    if words:
+    if words := source.fp8_words:
         lines += [f"cfg.mixed_precision.{name} = {value!r}" for name, value in words.items()]
         lines.append("cfg.mixed_precision.fp8_param_gather = False")
     notes = ["weights alone are taken: Bridge's optimizer has files of its own", *source.fp8_notes(source.gemms)]

@@ -10,11 +10,10 @@ from precisionctl.architectures.megatron.megatron_args import (
     read_megatron_args,
     to_megatron_args,
 )
-from precisionctl.checkpoints.megatron.arguments import recipe_words
 from precisionctl.checkpoints.megatron.directory import of_megatron
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.launch.base import Launch, LaunchSource, left_to_provider
-from precisionctl.megatron_flags import PARALLEL_SIZES, stateless_words
+from precisionctl.megatron_flags import PARALLEL_SIZES
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.same_model import differences
 from precisionctl.param import Parallelism
@@ -227,13 +226,8 @@ def _balance_options(args: Mapping[str, Any], pooled_loss: float) -> list[Option
 
 
 def _precision_options(source: LaunchSource) -> list[Option]:
-    arguments: Mapping[str, object] = {}
-    if source.state:
-        arguments = recipe_words(source.state)
-    elif source.stateless:
-        arguments = stateless_words(source.stateless)
     options: list[Option] = [("--bf16",)]
-    for name, value in arguments.items():
+    for name, value in source.fp8_words.items():
         flag = _flag("fp8_format" if name == "fp8" else name)
         options.append((flag,) if value is True else (flag, str(value)))
     return options

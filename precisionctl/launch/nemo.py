@@ -3,11 +3,9 @@ nemo.collections)."""
 
 from collections.abc import Mapping
 
-from precisionctl.checkpoints.megatron.arguments import recipe_words
 from precisionctl.checkpoints.megatron.provider import NEMO
 from precisionctl.errors import CheckpointError
 from precisionctl.launch.base import Launch, LaunchSource
-from precisionctl.megatron_flags import stateless_words
 
 _IMPORTED: Mapping[str, str] = {
     "deepseek_v2": "DeepSeekModel",
@@ -65,11 +63,7 @@ def launch(source: LaunchSource) -> Launch:
         )
     lines.append(f"resume = nl.AutoResume(restore_config=nl.RestoreConfig(path={restored!r}, load_optim_state=False))")
     source.require_fp8_sizes("NeMo")
-    words: dict[str, object] = {"precision": "bf16-mixed"}
-    if source.state:
-        words |= recipe_words(source.state)
-    elif source.stateless:
-        words |= stateless_words(source.stateless)
+    words = {"precision": "bf16-mixed", **source.fp8_words}
     lines.append(
         f"plugin = nl.MegatronMixedPrecision({', '.join(f'{name}={value!r}' for name, value in words.items())})"
     )

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from precisionctl.errors import DataError
-from precisionctl.tokens.samples import Completion, Conversation, Message
+from precisionctl.tokens.samples import SPOKEN, Completion, Conversation, Message
 from precisionctl.tokens.wire import IDS
 
 _DAY = datetime(2024, 7, 26)
@@ -164,10 +164,6 @@ def chat_row(
     made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     row = _row(made["input_ids"], made["offset_mapping"], spans)
     return replace(row, unprinted=tuple(_unprinted(text, chat, template, where, told)))
-
-
-SPOKEN = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-"""Keys of a message, beside `content`, under which an assistant says something."""
 
 
 def _unprinted(

@@ -6,6 +6,9 @@ from typing import Any
 
 Message = dict[str, Any]
 
+SPOKEN = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""Keys of a message, beside `content`, under which an assistant says something."""
+
 
 @dataclass(frozen=True)
 class Conversation:

@@ -21,6 +21,7 @@ from precisionctl.errors import DataError, require_package
 from precisionctl.sizes import size
 from precisionctl.tokens.limits import Limits, to_load, to_tokenize
 from precisionctl.tokens.process import Ended, Process
+from precisionctl.tokens.samples import SPOKEN
 from precisionctl.tokens.wire import IDS, Packet
 from precisionctl.untrusted.safe_files import LARGEST
 
@@ -51,8 +52,8 @@ _FEW, _MANY = 1 << 16, 32
 Unicode normalisation makes up to 18 characters of one, and a template adds text to a conversation. The limit protects
 the disk that tokens are written to."""
 
-_MORE = 6
-"""Renders of a conversation without `tools`, or a key that the template may not print (chat.py: SPOKEN)."""
+_MORE = 1 + len(SPOKEN)
+"""Renders of a conversation without `tools`, or a key that the template may not print."""
 
 _DO = "Compare the checkpoint's tokenizer files and chat template with those of the model that it comes from."
 _FOR_LARGE = "Give it as several documents: a tokenizer takes some 150 bytes of memory for each byte of one."

@@ -75,14 +75,14 @@ def compare(
     or the state, does not fit its architecture; OutputError if a worker was killed.
     """
     left, right = _side(a, b), _side(b, a)
+    recorder, other = (right, left) if left.is_codes and not right.is_codes else (left, right)
+    state = known_state(recorder.reader, recorder.plan.gemms, state_file).current if state_file else None
     optimizers, not_both = both_optimizers(a, b)
     towers = towers_of_both(a, b, (left.plan, right.plan))
     tensors = _compare_tensors(left.tensors, right.tensors, optimizers, towers, workers, progress)
-    recorder, other = (right, left) if left.is_codes and not right.is_codes else (left, right)
-    state = known_state(recorder.reader, recorder.plan.gemms, state_file).current if state_file else None
     settings, of_settings = _compare_settings(left, right, state)
-    recorded = {recorder: state} if state and other.reader.fp8 else {}
-    both_states = (recorded.get(side, side.reader.fp8) for side in (left, right))
+    given = state if other.reader.fp8 else None
+    both_states = (given if given and side is recorder else side.reader.fp8 for side in (left, right))
     states, of_states = compare_states(*both_states, one_sided=fp8)
     codes = compare_codes(left.tensors, right.tensors, (left.former, right.former), workers) if fp8 else ()
     of_optimizers, also_not = compare_optimizer_settings(a, b) if optimizers else ([], [])
@@ -94,7 +94,7 @@ def compare(
     return Comparison(tuple(tensors), tuple(settings), states, tuple(codes), tuple(of_optimizers), left_out)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class _Side:
     """One of the checkpoints. `plan` leads to Hugging Face's names, `tensors` are those that are compared, and
     `encodings` is how its weights are encoded, or once were."""

@@ -1,5 +1,5 @@
-"""What `verify A B` does not compare, and why: the only list of it. A report prints the lines that apply to its two
-checkpoints, and docs/compare.md shows all of them. Everything else that is stored is compared."""
+"""What `verify A B` does not compare, and why: the only list of it. A report names what applies to its two checkpoints,
+with the reason where it is of the model, and docs/compare.md shows all. Everything else that is stored is compared."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

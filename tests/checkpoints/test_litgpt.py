@@ -21,7 +21,7 @@ from torch import Tensor
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.hints import open_hinted
-from precisionctl.errors import PrecisionctlError
+from precisionctl.errors import DamagedCheckpoint, PrecisionctlError
 
 NAMES = {
     "llama": (
@@ -222,6 +222,14 @@ def test_a_config_of_a_sibling_is_refused(tmp_path: Path, changes: dict[str, Any
         return
     with pytest.raises(PrecisionctlError, match=message):
         open_hinted(made, reference=reference)
+
+
+def test_a_config_that_would_take_minutes_to_parse_is_refused(tmp_path: Path) -> None:
+    made = save(tmp_path / "lit", in_litgpt("llama-3", published(tmp_path / "hf", "llama-3")), **SAID)
+    with (made / "model_config.yaml").open("a") as config:
+        config.write(f"# {'many words' * 10}\n" * 50_000)
+    with pytest.raises(DamagedCheckpoint, match="as no such file is"):
+        open_hinted(made, reference=tmp_path / "hf")
 
 
 def test_a_scaling_of_a_kind_that_litgpt_lacks_is_told(tmp_path: Path) -> None:

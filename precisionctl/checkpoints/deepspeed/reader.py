@@ -20,12 +20,13 @@ LATEST = ("latest", "latest_universal")
 def step_directory(path: Path, iteration: int | None = None) -> Path | None:
     """The directory with a checkpoint's files: in `path` that of `iteration`, its own or a universal one; without one
     `path` itself, or in it the directory that `latest` names. None if there is none."""
-    if iteration is None and (has_model_states(path) or is_universal(path)):
-        return path
-    if iteration is None:
-        names = [_latest(path, name) for name in LATEST]
-    else:
+    names: list[str | None]
+    if iteration is not None:
         names = [f"global_step{iteration}", f"global_step{iteration}_universal"]
+    elif has_model_states(path) or is_universal(path):
+        return path
+    else:
+        names = [_latest(path, name) for name in LATEST]
     folders = [path / name for name in names if name]
     return next((one for one in folders if has_model_states(one) or is_universal(one)), None)
 

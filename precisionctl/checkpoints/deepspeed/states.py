@@ -18,6 +18,10 @@ from precisionctl.untrusted.safe_files import check_file
 from precisionctl.untrusted.safe_pickle import is_count, sizes
 
 WHAT = "not what DeepSpeed writes"
+BASE_OPTIMIZER_STATE = "base_optimizer_state"
+"""In a rank's file of ZeRO 1 and 2 the optimizer that DeepSpeed wraps. In a universal checkpoint DeepSpeed 0.19.8 does
+not read it (runtime/base_optimizer.py, runtime/zero/stage3.py), nor does its tool leave it there (ds_to_universal.py):
+so settings that it is not to load travel there."""
 SAVE_IT_WHOLE = "Save the model as Hugging Face's from the trainer that made it, and give that."
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,4})_model_states\.pt")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints.deepspeed.states import (
+    BASE_OPTIMIZER_STATE,
     WHAT,
     ModelStates,
     check_masters,
@@ -32,10 +33,6 @@ from precisionctl.untrusted.safe_files import check_file, has_file
 
 ZERO = "zero"
 OPTIMIZER_STATE = "optimizer_state.pt"
-BASE_OPTIMIZER_STATE = "base_optimizer_state"
-"""In a rank's file of ZeRO 1 and 2 the optimizer that DeepSpeed wraps. In a universal checkpoint DeepSpeed 0.19.8 does
-not read it (runtime/base_optimizer.py, runtime/zero/stage3.py), nor does its tool leave it there (ds_to_universal.py):
-so settings that it is not to load travel there."""
 FP32 = "fp32"
 """The name of the file of masters; files of moments are named like their kinds."""
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.chunks import Chunk, whole
-from precisionctl.checkpoints.deepspeed.universal import BASE_OPTIMIZER_STATE, FP32, OPTIMIZER_STATE, ZERO
+from precisionctl.checkpoints.deepspeed.states import BASE_OPTIMIZER_STATE
+from precisionctl.checkpoints.deepspeed.universal import FP32, OPTIMIZER_STATE, ZERO
 from precisionctl.checkpoints.hf_directory.config_json import config_of_values, write_beside
 from precisionctl.checkpoints.hf_directory.fused_experts import stacked, stored_name
 from precisionctl.checkpoints.other_trainers.trainer_run import TrainerRun

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints.deepspeed.states import (
+    BASE_OPTIMIZER_STATE,
     SAVE_IT_WHOLE,
     WHAT,
     ModelStates,
@@ -116,7 +117,7 @@ class _RankStates:
             if partitions and any(group.get("partition_count") != self.said_ranks for group in partitions):
                 raise CheckpointError("groups of ranks of their own for some parameters", where=path, do=SAVE_IT_WHOLE)
             self.paddings = content.get("param_alignment_paddings")
-            base = content["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]
+            base = content["optimizer_state_dict" if self.stage == 3 else BASE_OPTIMIZER_STATE]
             self._states = list(base["state"].values() if isinstance(base, dict) else base)
             numbers = list(base["state"]) if isinstance(base, dict) else list(range(len(base)))
             if numbers != list(range(len(numbers))):

@@ -10,6 +10,7 @@ from precisionctl.checkpoints.gguf.metadata_keys import (
     Said,
     SameAs,
     always,
+    in_all_layers,
     integer,
     number,
     refused,
@@ -25,7 +26,7 @@ EXPERT_SIZE = integer("moe.ffn_hidden_size", "expert_feed_forward_length")
 SHARED_EXPERT_SIZE = integer("moe.shared_ffn_hidden_size", "expert_shared_feed_forward_length")
 WEIGHTS_SCALE = number("moe.topk_scaling_factor", "expert_weights_scale", 1.0)
 
-IN_ALL_LAYERS: Mapping[str, Any] = {"moe.layer_freq": lambda fields: (True,) * fields["num_layers"]}
+IN_ALL_LAYERS: Mapping[str, Any] = {"moe.layer_freq": in_all_layers(True)}
 AS_LARGE_AS_MLP: Mapping[str, Any] = {"moe.ffn_hidden_size": SameAs("ffn_hidden_size")}
 
 

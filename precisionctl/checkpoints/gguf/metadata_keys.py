@@ -259,6 +259,11 @@ def every(number: int) -> Callable[[Fields], tuple[bool, ...]]:
     return lambda fields: tuple((layer + 1) % number != 0 for layer in range(fields["num_layers"]))
 
 
+def in_all_layers(value: bool) -> Callable[[Fields], tuple[bool, ...]]:
+    """The same for each layer."""
+    return lambda fields: (value,) * fields["num_layers"]
+
+
 PATTERN = "attention.sliding_window_pattern"
 
 

@@ -169,7 +169,7 @@ def described_args(directory: Path) -> Mapping[str, Any]:
         return from_provider(bridge_section(directory, "model"))
     nemo = top / NEMO
     if own_name(directory) == "weights" and has_file(nemo, top):
-        return from_nemo(_part(parse_yaml(read_file(nemo, top, _MAX_BYTES), nemo), "config", nemo))
+        return from_nemo(_part(read_yaml(nemo, top), "config", nemo))
     return {}
 
 
@@ -201,7 +201,7 @@ def from_nemo(fields: Mapping[str, Any]) -> dict[str, Any]:
 def bridge_section(directory: Path, name: str) -> Mapping[str, Any]:
     """A section of Bridge's `run_config.yaml`. Raises DamagedCheckpoint without it."""
     bridge = directory / BRIDGE
-    return _part(parse_yaml(read_file(bridge, directory, _MAX_BYTES), bridge), name, bridge)
+    return _part(read_yaml(bridge, directory), name, bridge)
 
 
 _MOST_PARTS, _DEEPEST = 100_000, 100
@@ -243,6 +243,12 @@ def parse_yaml(content: bytes, where: object) -> Any:
     """Plain values in YAML. Raises DamagedCheckpoint for anything that is none."""
     with damage("not YAML of plain values", where):
         return yaml.load(content, _Loader)
+
+
+def read_yaml(path: Path, directory: Path) -> Any:
+    """The same in a file that belongs to a directory. Raises as `read_file`, of at most `_MAX_BYTES`, and
+    `parse_yaml`."""
+    return parse_yaml(read_file(path, directory, _MAX_BYTES), path)
 
 
 def _part(content: Any, name: str, where: Path) -> Mapping[str, Any]:

@@ -90,7 +90,7 @@ def slices(
         box = Box(row, rows, column, columns)
         ranges = zip(piece.offsets[:depth], piece.sizes[:depth], strict=True)
         for index, at in enumerate(itertools.product(*(range(start, start + size) for start, size in ranges))):
-            found[at].append(TensorPart(box, piece, index * box.rows * box.columns))
+            found[at].append(TensorPart(box, piece, index * box.elements))
     for at, parts in found.items():
         yield at, LogicalTensor(spec, tuple(parts))
 
@@ -102,18 +102,17 @@ def flat_boxes(boxes: Sequence[Box], begin: int, end: int) -> Iterator[tuple[Box
     """
     base = 0
     for box in boxes:
-        size = box.rows * box.columns
-        at, last = max(begin - base, 0), min(end - base, size)
+        at, last = max(begin - base, 0), min(end - base, box.elements)
         for cut in box.run(at, max(last - at, 0)):
             yield cut, base + at - begin
             at += cut.elements
-        base += size
+        base += box.elements
 
 
 def check_whole(name: str, tensor: LogicalTensor, where: Path) -> None:
     """Raise DamagedCheckpoint where the pieces of a tensor do not cover it exactly once."""
     boxes, spec = [part.box for part in tensor.parts], tensor.spec
-    if _overlap(boxes) or sum(box.rows * box.columns for box in boxes) != spec.rows * spec.columns:
+    if _overlap(boxes) or sum(box.elements for box in boxes) != spec.rows * spec.columns:
         raise DamagedCheckpoint(f"the pieces of {name} do not make one tensor {list(spec.shape)}", where=where)
 
 

@@ -260,7 +260,7 @@ class LegacyReader(MegatronReader):
             offset = shard.tensor.offset
             for box in boxes:
                 yield from self._qkv_boxes(box, shard, version) if reordered else [Chunk(box, shard.rank.path, offset)]
-                offset += box.rows * box.columns * spec.dtype.itemsize
+                offset += box.elements * spec.dtype.itemsize
 
     def _qkv_boxes(self, box: Box, shard: Shard, version: float) -> Iterator[Chunk]:
         """A box of QKV rows whose order in the rank's shard is [3, heads, channels] (checkpoint version 0) or

@@ -269,7 +269,5 @@ FAMILIES: Mapping[str, GgufFamily] = {
             row for row in (*_ROWS, *_FUSED_EXPERTS) if row not in (rows.EXPERT_BIAS, *rows.EXPERTS, *rows.PREDICTION)
         ],
     ),
-    "deepseek_v32": sparse_attention(
-        "deepseek32", interleaved=False, **{"dsa.layers": lambda fields: (True,) * fields["num_layers"]}
-    ),
+    "deepseek_v32": sparse_attention("deepseek32", interleaved=False, **{"dsa.layers": keys.in_all_layers(True)}),
 }

@@ -119,7 +119,7 @@ FAMILIES = {
         turned=None,
         computed={
             "kv_channels": keys.hidden_by_heads,
-            "rope_layers": lambda fields: (False,) * fields["num_layers"],
+            "rope_layers": keys.in_all_layers(False),
             "mamba.head_dim": 1,
             "mamba.num_groups": 1,
             "mamba.gated_norm": False,

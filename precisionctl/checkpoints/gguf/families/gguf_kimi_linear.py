@@ -118,7 +118,7 @@ FAMILIES = {
         computed={
             **BESIDE_KDA,
             "tied_embeddings": False,
-            "rope_layers": lambda fields: (False,) * fields["num_layers"],
+            "rope_layers": keys.in_all_layers(False),
             "gdn.kda_lora_rank": keys.SameAs("gdn.key_head_dim"),
         },
     )

@@ -85,7 +85,7 @@ FAMILIES = {
             **dict.fromkeys(("num_attention_heads", "num_query_groups"), keys.SameAs("mamba.num_heads")),
             "kv_channels": keys.SameAs("mamba.head_dim"),
             "ffn_hidden_size": lambda fields: fields["mamba.num_heads"] * fields["mamba.head_dim"],
-            "rope_layers": lambda fields: (False,) * fields["num_layers"],
+            "rope_layers": keys.in_all_layers(False),
         },
         scalings=rope_keys.UNSCALED_ALONE,
     ),

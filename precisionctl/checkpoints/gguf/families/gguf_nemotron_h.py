@@ -109,11 +109,9 @@ _NORMALISED = keys.always("expert_weights_norm", True)
 _GROUPS = replace(expert_keys.groups(2), read=_read_groups)
 """Which config.json says also where they are one."""
 _SHARED_SIZE = replace(expert_keys.SHARED_EXPERT_SIZE, write=_write_shared_size)
-_LATENT_SIZE = keys.GgufEntry(
-    ("moe.latent_size",),
-    ("moe_latent_size",),
-    lambda file: {"moe.latent_size": file.count("moe_latent_size", 0) or None},
-    lambda model: {"moe_latent_size": model.moe.latent_size} if model.moe and model.moe.latent_size else {},
+_LATENT_SIZE = replace(
+    keys.integer_or_none("moe.latent_size", "moe_latent_size"),
+    write=lambda model: {"moe_latent_size": model.moe.latent_size} if model.moe and model.moe.latent_size else {},
 )
 
 _DENSE = GgufFamily(
@@ -125,7 +123,7 @@ _DENSE = GgufFamily(
     computed={
         "activation": "squared_relu",
         "gated_linear_unit": False,
-        "rope_layers": lambda fields: (False,) * fields["num_layers"],
+        "rope_layers": keys.in_all_layers(False),
     },
     ignored=keys.NO_PREDICTION,
     scaled=(*rows.SCALED, *rows.SCALED_EXPERTS, *rows.SCALED_SHARED_EXPERT, "ssm_in", "ssm_out"),
