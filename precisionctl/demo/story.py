@@ -30,9 +30,9 @@ kind = "constant"
 warmup_steps = 20
 """
 
-START, BRANCH, ON, SFT = 150, 280, 30, 40
-"""Steps: last step of the common BF16 run; last step of the branches; length of the runs from weights alone; length of
-the fine-tuning."""
+START, BRANCH, DECAY, ON, SFT = 150, 280, 60, 30, 40
+"""Steps: last step of the common BF16 run; last step of the branches, and how many of theirs the rate decays in; length
+of the runs from weights alone; length of the fine-tuning."""
 
 Say = Callable[[str], None]
 
@@ -135,12 +135,13 @@ def _to(steps: int) -> str:
 
 def _train(shell: Shell) -> None:
     """BF16 pretraining, and three branches that continue it with the optimizer on the same data: in BF16, in FP8 seeded
-    by warm-up, and in FP8 from a cold start."""
+    by warm-up, and in FP8 from a cold start. In their last steps the learning rate decays: at a high one, the final
+    perplexity is a matter of chance."""
     run = "--recipe demo.toml --out"
     shell(f"resume megatron --precision bf16 {run} start {_to(START)}")
-    shell(f"resume start --precision bf16 {run} bf16 {_to(BRANCH)}")
-    shell(f"resume start --precision fp8 {run} fp8 {_to(BRANCH)}")
-    shell(f"resume start --precision fp8 --cold-start {run} fp8-cold {_to(BRANCH)}")
+    decay = f"--set schedule.kind=wsd --set schedule.decay_steps={DECAY}"
+    for branch, how in (("bf16", "bf16"), ("fp8", "fp8"), ("fp8-cold", "fp8 --cold-start")):
+        shell(f"resume start --precision {how} {run} {branch} {_to(BRANCH)} {decay}")
 
 
 def _there_and_back(shell: Shell) -> tuple[CommandRun, CommandRun]:
