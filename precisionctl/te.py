@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import MissingFp8State, PrecisionError
 from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.make_plan import make_plan
@@ -45,12 +46,11 @@ def load_te(
 
     With `weights="fp8"` FP8 GEMMs hold their weights only as codes, one byte each; with "bf16" they hold the stored
     values, which each pass casts to the same codes. The default `device` is the GPU, if there is one. Raises
-    MissingFp8State for a directory of another kind, PrecisionError for state of GEMMs that transformers computes as
-    parts of larger ones, EnvironmentProblem if Transformer Engine is asked for and cannot run, and as
-    HuggingFaceReader.
+    MissingFp8State for a checkpoint of another kind, PrecisionError for state of GEMMs that transformers computes as
+    parts of larger ones, EnvironmentProblem if Transformer Engine is asked for and cannot run, and as open_checkpoint.
     """
-    reader = HuggingFaceReader(Path(directory))
-    states = reader.live_fp8
+    reader = open_checkpoint(Path(directory))
+    states = reader.live_fp8 if isinstance(reader, HuggingFaceReader) else None
     if states is None:
         raise MissingFp8State(
             "the directory has no state for Transformer Engine",

@@ -22,7 +22,7 @@ from precisionctl.cli import main
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
-from precisionctl.errors import EnvironmentProblem, MissingFp8State, PrecisionError, RecipeError
+from precisionctl.errors import EnvironmentProblem, MissingFp8State, PrecisionError, RecipeError, UnknownFormat
 from precisionctl.evaluate import load
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.delayed_scaling import after_one_update
@@ -246,9 +246,12 @@ def test_options_for_engines_are_refused(source: Path, tmp_path: Path, settings:
         export(source, tmp_path / "out", **settings)
 
 
-def test_another_directory_is_not_loaded_and_te_is_not_pretended(source: Path, exported: Path) -> None:
+def test_another_directory_is_not_loaded_and_te_is_not_pretended(source: Path, exported: Path, tmp_path: Path) -> None:
     with pytest.raises(MissingFp8State, match="export-inference --target te"):
         load_te(source)
+    for path, why in ((tmp_path / "absent", "no such file"), (tmp_path, "no checkpoint")):
+        with pytest.raises(UnknownFormat, match=why):
+            load_te(path)
     if not torch.cuda.is_available():
         with pytest.raises(EnvironmentProblem, match="no CUDA device"):
             load_te(exported, backend="te")
