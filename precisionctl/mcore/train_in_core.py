@@ -173,6 +173,9 @@ def check_model(model: ModelShape, recipe: Recipe) -> None:
     if model.moe and model.add_bias_linear and sizes.tensor > 1:
         what = "experts with biases are not shared by tensor-parallel ranks in Megatron-Core"
         raise RecipeError(what, do=f"Leave parallel.tensor out. {_BUNDLED}")
+    if model.moe and sizes.tensor > 1 and not sizes.sequence:
+        what = "Megatron-Core trains experts on tensor-parallel ranks only if these share the tokens too"
+        raise RecipeError(what, do="Give --set parallel.sequence=true, or leave parallel.tensor out.")
     if model.num_query_groups % sizes.tensor and sizes.tensor % model.num_query_groups:
         raise RecipeError(
             f"parallel.tensor is {sizes.tensor}, and there are {model.num_query_groups} groups of queries",

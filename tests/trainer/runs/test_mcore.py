@@ -164,6 +164,14 @@ def test_experts_with_biases_are_not_for_tensor_ranks() -> None:
         train_in_core.check_model(model, replace(recipe, parallel=ParallelSettings(tensor=2)))
 
 
+def test_experts_on_tensor_ranks_ask_for_shared_tokens() -> None:
+    """As megatron-core does while it trains: MoELayer.forward of 0.16.1 raises ValueError."""
+    model, recipe = pico.shape("mixtral").padded(2), load_recipe("bf16")
+    with pytest.raises(RecipeError, match=r"share the tokens too.*parallel\.sequence=true"):
+        train_in_core.check_model(model, replace(recipe, parallel=ParallelSettings(tensor=2)))
+    train_in_core.check_model(model, replace(recipe, parallel=ParallelSettings(tensor=2, sequence=True)))
+
+
 VARIANTS: tuple[dict[str, Any], ...] = (
     *({}, {"use_bias": False}, {"attention_bias": False}, {"num_experts_per_tok": 1}, {"moe_k": 1}),
     *({"hidden_act": "gelu_pytorch_tanh"}, {"hidden_act": "gelu"}, {"num_experts_per_tok": 1, "norm_topk_prob": True}),
@@ -195,10 +203,10 @@ def test_megatron_core_builds_every_model_that_passes_the_check(sizes: dict[str,
 def test_groups_of_queries_may_be_fewer_than_tensor_ranks_but_must_divide_them() -> None:
     model, recipe = from_hf_config(QWEN_3_30B), load_recipe("bf16")  # 4 groups
     for tensor in (2, 4, 8):
-        train_in_core.check_model(model, replace(recipe, parallel=ParallelSettings(tensor=tensor)))
+        train_in_core.check_model(model, replace(recipe, parallel=ParallelSettings(tensor=tensor, sequence=True)))
     wide = replace(model, num_query_groups=2, num_attention_heads=6, vocab_size=6, padded_vocab_size=6)
     with pytest.raises(RecipeError, match="tensor is 3, and there are 2 groups"):
-        train_in_core.check_model(wide, replace(recipe, parallel=ParallelSettings(tensor=3)))
+        train_in_core.check_model(wide, replace(recipe, parallel=ParallelSettings(tensor=3, sequence=True)))
 
 
 @pytest.mark.parametrize(("passes", "works"), [(1, False), (2, False), (4, True), (6, False), (8, True)])
