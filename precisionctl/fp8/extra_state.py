@@ -1,8 +1,9 @@
 """Read Transformer Engine's `_extra_state` of every version from 0.1 on, without executing the pickle.
 
 TE keeps the FP8 state of a module as `scale_*` `[columns]` and `amax_history_*` `[history, columns]`, forward and
-backward, pickled in ways that changed over time (docs/payloads.md has the table). Reading has two steps: any form becomes
-a Payload, and a Payload the state of a GEMM, a group of GEMMs or attention. `extra_state_writer.py` is the inverse.
+backward, pickled in ways that changed over time (docs/payloads.md has the table). Reading has two steps: any form
+becomes a Payload, and a Payload the state of a GEMM, a group of GEMMs or attention. `extra_state_writer.py` is the
+inverse.
 """
 
 from __future__ import annotations
