@@ -85,7 +85,7 @@ def launch(source: LaunchSource) -> Launch:
     notes = ["--seq-length is the model's longest; a shorter one is fine"]
     steps = dict(option for option in training if len(option) == 2).get("--train-iters")
     if steps and int(steps) <= (source.reader.iteration or 0):
-        notes.append(f"the run has reached its {steps} iterations: a larger --train-iters lets it go on")
+        notes.append(f"the run has reached its last iteration, {steps}: a larger --train-iters lets it go on")
     if source.tokenizer is None:
         notes.append("no tokenizer lies beside the weights: --tokenizer-type and --tokenizer-model are yours, too")
     if pooled_loss:

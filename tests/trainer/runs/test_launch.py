@@ -233,7 +233,7 @@ def test_a_run_of_ours_is_gone_on_from_with_its_optimizer_rates_and_batches(plac
         assert (read.lr_wsd_decay_style, read.lr_wsd_decay_iters) == ("linear", 1)
         assert read.use_checkpoint_opt_param_scheduler and read.train_iters == 2
     assert found.yours == ("--data-path", "--save")
-    assert any("has reached its 2 iterations" in note for note in found.notes)
+    assert any("has reached its last iteration, 2" in note for note in found.notes)
     args = TorchDistReader(tmp_path / "run").args
     batch = args["global_batch_size"]
     assert not args["no_save_optim"] and args["no_save_rng"] and args["consumed_train_samples"] == 2 * batch
