@@ -31,7 +31,7 @@ from precisionctl.evaluate.measure import Evaluation, evaluate as evaluate_reade
 from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model.model_shape import ModelShape
-from precisionctl.param import Layout
+from precisionctl.param import Layout, Parallelism
 from precisionctl.paths import StrPath
 from precisionctl.planning.plan import Plan
 from precisionctl.readiness.assess import assess
@@ -49,6 +49,7 @@ __all__ = [
     "Converted",
     "Evaluation",
     "Finding",
+    "Parallelism",
     "PrecisionctlError",
     "Readiness",
     "Request",

@@ -35,7 +35,7 @@ def test_the_page_runs_as_it_stands(
 def test_the_page_has_every_function_and_nothing_else() -> None:
     listed = set(re.findall(r"^\| `(\w+)", PAGE, re.MULTILINE))
     functions = {name for name in api.__all__ if inspect.isfunction(getattr(api, name))}
-    assert listed == functions | {"Request"}
+    assert listed == functions | {"Request", "Parallelism"}
     assert all(getattr(api, name).__doc__ for name in api.__all__)
 
 
@@ -50,6 +50,14 @@ def test_tensors_are_what_the_file_has_whole_or_in_rows(tmp_path: Path) -> None:
         checkpoint.rows("lm_head.weight", -1, 2)
     with pytest.raises(KeyError):
         checkpoint["no.such.weight"]
+
+
+def test_a_result_is_cut_for_the_ranks_that_a_request_names(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    pico.save(tmp_path / "a", "qwen3")
+    cut = api.Parallelism(tensor=2, pipeline=2)
+    api.convert(api.Request(tmp_path / "a", tmp_path / "b", "megatron", container="torch", parallelism=cut), workers=1)
+    assert len([*(tmp_path / "b").rglob("mp_rank_*")]) == 4
 
 
 def test_what_is_there_is_not_replaced_and_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
