@@ -1,11 +1,13 @@
 """Models that an engine is known to have no class for: an export of one says so, and so does `verify --target`."""
 
 import json
+import re
 from pathlib import Path
 
 import command_line
 import pico
 import pytest
+import repository
 import tiny_wrappers
 import torch
 from engine_exports import ENGINES
@@ -23,6 +25,14 @@ GENERATE = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUS
 def test_of_transformers_they_are_those_that_no_auto_class_has() -> None:
     known = {name for task in GENERATE for name in getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES")}
     assert ENGINES["transformers"].no_class.keys() == {*supported(), *WRAPPERS} - known
+
+
+def test_the_page_names_them() -> None:
+    page = (repository.DOCS / "engines.md").read_text(encoding="utf-8")
+    table = page.partition("### Models without a class")[2].partition("\n\n`verify")[0]
+    rows = re.findall(r"^\| (\S+) [0-9.]+ \| (.+) \|$", table, re.MULTILINE)
+    named = {title: {name for name in re.findall(r"`(\w+)`", text)} for title, text in rows}
+    assert named == {each.title: set(each.no_class) for each in ENGINES.values() if each.no_class}
 
 
 def export(source: Path, out: Path, target: str) -> str:
