@@ -176,11 +176,10 @@ class WithOptimizer:
 
 
 WITH_REFERENCE = (
-    "Give `convert`, `export-inference`, `resume`, `verify` or `inspect` a Hugging Face directory of the same model "
-    "with --reference: its config.json and tokenizer are enough. Other commands read what `convert --to "
-    "megatron` makes with it."
+    "Give a Hugging Face directory of the same model as --reference: its config.json and tokenizer are enough. "
+    "`launch-args` and `doctor` have no such option: they read what `convert --to megatron` makes with it."
 )
-"""Advice for a checkpoint that does not say its model. It names the commands that have the option."""
+"""Advice for a checkpoint that does not say its model. It names the commands that lack the option."""
 
 
 NO_WAY_BACK = "There is no way back to those codes."
