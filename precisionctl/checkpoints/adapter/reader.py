@@ -363,9 +363,9 @@ def open_base(path: Path, hints: Hints, of: str) -> Reader:
         raise UnknownFormat(
             f"an adapter of {of} (LoRA), without the model that it changes",
             where=path,
-            do="Give --reference BASE, the Hugging Face directory of the model that it was trained on. For `launch-args` "
-            "and `doctor`, which have no such option, merge the two: `precisionctl convert ADAPTER OUT --to hf "
-            "--reference BASE`.",
+            do="Give --reference BASE, the Hugging Face directory of the model that it was trained on. For "
+            "`launch-args` and `doctor`, which have no such option, merge the two: `precisionctl convert ADAPTER OUT "
+            "--to hf --reference BASE`.",
         )
     base = open_checkpoint(hints.reference)
     if base.layout != "hf":
