@@ -70,6 +70,18 @@ def _grouped_query_key_value(rows: NDArray[np.int64], config: Config) -> list[ND
     return [np.concatenate(_interleaved(rows, tower.get("num_heads"), tower.get("num_key_value_heads")))]
 
 
+def _radio_query_key_value(rows: NDArray[np.int64], config: Config) -> list[NDArray[np.int64]]:
+    """As `_query_key_value`, of a RADIO tower: of its heads NVIDIA's own code says only the name of timm's model."""
+    tower = mapping_or_empty(config.get("vision_config"))
+    model = mapping_or_empty(tower.get("args")).get("model")
+    heads = tower.get("num_attention_heads", _RADIO_HEADS.get(model) if isinstance(model, str) else None)
+    return [np.concatenate(_interleaved(rows, heads, heads))]
+
+
+_RADIO_HEADS = {"vit_huge_patch16_224": 16}
+"""Bridge builds this one whatever config.json says (nemotron_vl_provider.py, nemotron_omni_provider.py)."""
+
+
 def _text_query_key_value(rows: NDArray[np.int64], config: Config) -> list[NDArray[np.int64]]:
     text = mapping_or_empty(text_part(config))
     return _interleaved(rows, text.get("num_attention_heads"), text.get("num_key_value_heads"))
@@ -85,9 +97,11 @@ def _as_they_are(*prefixes: str, within: str = "") -> tuple[BridgeRow, ...]:
     return tuple(BridgeRow(f"{prefix}.**", f"{within}{prefix}.**") for prefix in prefixes)
 
 
-def _blocks(modules: dict[str, str], order: Order = _query_key_value) -> tuple[BridgeRow, ...]:
-    """The blocks of a tower that is Megatron's transformer: what all such towers have, and these `modules`; with its
-    order of queries, keys and values."""
+def _blocks(
+    modules: dict[str, str], order: Order = _query_key_value, hf: str = "model.visual.blocks.*."
+) -> tuple[BridgeRow, ...]:
+    """The blocks of a tower that is Megatron's transformer, called `hf`: what all such towers have, and these
+    `modules`; with its order of queries, keys and values."""
     norms = {
         f"{linear}.layer_norm_{kind}": f"{norm}.{kind}"
         for linear, norm in (("self_attention.linear_qkv", "norm1"), ("mlp.linear_fc1", "norm2"))
@@ -98,7 +112,7 @@ def _blocks(modules: dict[str, str], order: Order = _query_key_value) -> tuple[B
         for linear, module in (modules | {"self_attention.linear_proj": "attn.proj"}).items()
         for kind in ("weight", "bias")
     }
-    block, hf = "vision_model.decoder.layers.*.", "model.visual.blocks.*."
+    block = "vision_model.decoder.layers.*."
     qkv = tuple(
         BridgeRow(f"{block}self_attention.linear_qkv.{kind}", f"{hf}attn.qkv.{kind}", order)
         for kind in ("weight", "bias")
@@ -166,6 +180,30 @@ _EXAONE_4_5 = (
     *_prediction_layers("mtp_model_layer"),  # as Megatron-Core calls it since 0.17, and mostly not in files
 )
 
+NEMOTRONS = (
+    *("nemotron_h_omni", "NemotronH_Nano_VL_V2"),
+    *("NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Super_Omni_Reasoning_V3"),
+)
+_RADIO = "vision_model.radio_model.model"
+_NEMOTRON = (
+    *_blocks({"mlp.linear_fc1": "mlp.fc1", "mlp.linear_fc2": "mlp.fc2"}, _radio_query_key_value, f"{_RADIO}.blocks.*."),
+    BridgeRow("vision_model.class_token", f"{_RADIO}.patch_generator.cls_token.token"),
+    BridgeRow("vision_model.position_embeddings", f"{_RADIO}.patch_generator.pos_embed"),
+    BridgeRow("vision_model.embedder.weight", f"{_RADIO}.patch_generator.embedder.weight"),
+    BridgeRow("vision_model.video_embedder.weight", f"{_RADIO}.patch_generator.video_embedder.weight"),
+    BridgeRow("vision_projection.encoder.linear_fc1.layer_norm_weight", "mlp1.0.weight"),
+    BridgeRow("vision_projection.encoder.linear_fc1.weight", "mlp1.1.weight"),
+    BridgeRow("vision_projection.encoder.linear_fc2.weight", "mlp1.3.weight"),
+    BridgeRow("sound_projection.encoder.linear_fc1.layer_norm_weight", "sound_projection.norm.weight"),
+    BridgeRow("sound_projection.encoder.linear_fc1.weight", "sound_projection.linear1.weight"),
+    BridgeRow("sound_projection.encoder.linear_fc2.weight", "sound_projection.linear2.weight"),
+    BridgeRow("sound_model.encoder.**", "sound_encoder.encoder.**"),
+)
+"""Of Nemotron Nano VL and Omni. The former is within `llava_model.`, the latter was at first."""
+
+_HEARS_WHAT_THINKS = BridgeRow("audio_model.**", "thinker.audio_tower.**")
+"""Within `thinker.`, as all of a Qwen that thinks and hears."""
+
 TOWERS_IN_BRIDGE: Mapping[str, tuple[BridgeRow, ...]] = {
     "gemma3": (
         BridgeRow("vision_tower.vision_model.**", "vision_tower.vision_model.**"),
@@ -182,6 +220,11 @@ TOWERS_IN_BRIDGE: Mapping[str, tuple[BridgeRow, ...]] = {
     "qwen2_audio": _as_they_are("audio_tower", "multi_modal_projector"),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN_3),
     "exaone4_5": _EXAONE_4_5,
+    **dict.fromkeys(
+        ("qwen2_5_omni", "qwen3_omni_moe"), (*_as_they_are("visual", within="thinker."), _HEARS_WHAT_THINKS)
+    ),
+    "qwen3_asr": (_HEARS_WHAT_THINKS,),
+    **dict.fromkeys(NEMOTRONS, _NEMOTRON),
 }
 """By `model_type`: the wrappers whose text model has the names in Bridge that its family has here. Not so Gemma 4 and
 MiniMax-M3. The first row that fits a name is its row."""
@@ -207,6 +250,12 @@ _QWEN_3_TENSORS = _QWEN_3_5_TENSORS | {
     ),
 }
 _GATED_MLP = "attn.qkv attn.proj mlp.gate_proj mlp.up_proj mlp.down_proj"
+_LISTENING = "self_attn_layer_norm final_layer_norm fc1 fc2 self_attn.q_proj self_attn.v_proj self_attn.out_proj"
+_LISTENS, _SEES = "thinker.audio_tower", "thinker.visual"
+_OF_QWEN_3_ASR = {
+    ONCE: _tensors(_LISTENS, "conv2d1 conv2d2 conv2d3 ln_post proj1 proj2", "conv_out"),
+    "thinker_config.audio_config.encoder_layers": _tensors(f"{_LISTENS}.layers.*", f"{_LISTENING} self_attn.k_proj"),
+}
 
 TENSORS_OF_TOWERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "gemma3": {
@@ -254,12 +303,54 @@ TENSORS_OF_TOWERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "qwen2_audio": {
         ONCE: (*_tensors("audio_tower", "conv1 conv2 layer_norm", "embed_positions"), *_tensors(_PROJECTOR, "linear")),
-        "audio_config.encoder_layers": _tensors(
-            "audio_tower.layers.*",
-            "self_attn_layer_norm final_layer_norm fc1 fc2 self_attn.q_proj self_attn.v_proj self_attn.out_proj",
-            "self_attn.k_proj",
+        "audio_config.encoder_layers": _tensors("audio_tower.layers.*", _LISTENING, "self_attn.k_proj"),
+    },
+    "qwen2_5_omni": {
+        ONCE: (
+            *_tensors(_SEES, "merger.mlp.0 merger.mlp.2", "patch_embed.proj merger.ln_q"),
+            *_tensors(_LISTENS, "conv1 conv2 ln_post proj", "audio_bos_eos_token"),
+        ),
+        "thinker_config.vision_config.depth": _tensors(
+            f"{_SEES}.blocks.*",
+            "attn.q attn.k attn.v attn.proj mlp.gate_proj mlp.up_proj mlp.down_proj",
+            "norm1 norm2",
+        ),
+        "thinker_config.audio_config.encoder_layers": _tensors(
+            f"{_LISTENS}.layers.*", _LISTENING, "self_attn.k_proj"
         ),
     },
+    "qwen3_omni_moe": {
+        ONCE: (
+            *_tensors(_SEES, "patch_embed.proj merger.ln_q merger.mlp.0 merger.mlp.2", "pos_embed"),
+            *_OF_QWEN_3_ASR[ONCE],
+        ),
+        "thinker_config.vision_config.depth": _tensors(
+            f"{_SEES}.blocks.*", "norm1 norm2 attn.qkv attn.proj mlp.linear_fc1 mlp.linear_fc2"
+        ),
+        "thinker_config.vision_config.deepstack_visual_indexes": _tensors(
+            f"{_SEES}.merger_list.*", "ln_q mlp.0 mlp.2"
+        ),
+        **{key: tensors for key, tensors in _OF_QWEN_3_ASR.items() if key != ONCE},
+    },
+    "qwen3_asr": _OF_QWEN_3_ASR,
+    **dict.fromkeys(
+        NEMOTRONS,
+        {
+            ONCE: (
+                *(f"{_RADIO}.patch_generator.{each}" for each in ("cls_token.token", "pos_embed", "embedder.weight")),
+                *_tensors("mlp1", weights="0 1 3"),
+            ),
+            _LAYERS: _tensors(f"{_RADIO}.blocks.*", "norm1 norm2 attn.qkv attn.proj mlp.fc1 mlp.fc2"),
+            **dict.fromkeys(
+                (f"{part}_config.num_hidden_layers" for part in ("audio", "sound")),  # transformers', NVIDIA's
+                (
+                    *_tensors("sound_projection", weights="norm linear1 linear2"),
+                    *_tensors("sound_encoder.encoder.subsampling", "linear"),
+                    *_tensors("sound_encoder.encoder.layers.*", "norm_out norm_self_att norm_conv conv.norm"),
+                ),
+            ),
+        },
+    ),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), _QWEN_3_TENSORS),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _QWEN_3_5_TENSORS),
     "exaone4_5": {
@@ -268,7 +359,14 @@ TENSORS_OF_TOWERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
 }
 """By `model_type`: the tensors that all towers of the kind have, under published names: those that are there `ONCE`,
-and those that each layer has, by the key of config.json that says how many layers there are."""
+and those that each layer has, by the key of config.json that says how many layers there are. Where a model hears only
+if config.json says how (OPTIONAL), those without a number are there once if it does."""
+
+SPEAKING = dict.fromkeys(("qwen2_5_omni", "qwen3_omni_moe"), "talker.")
+"""What Bridge leaves out of these (qwen25_omni_bridge.py, qwen3_omni_bridge.py), by the beginning of its names."""
+
+OPTIONAL = ("audio_config", "sound_config")
+"""Parts of config.json that are absent, or null, of models that do not hear."""
 
 
 def in_bridge(model_type: str, name: str) -> tuple[BridgeRow, tuple[str, ...]] | None:

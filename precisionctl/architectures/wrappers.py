@@ -86,7 +86,13 @@ _QWEN_2_5_OMNI = WrapperNames(
     mark="audio_tower.audio_bos_eos_token.",
     marks_of_others=(_HEARS, _GATED_WITH_BIAS),
 )
-_QWEN_3_OMNI = replace(_QWEN_2_5_OMNI, text="qwen3_omni_moe_text", mark="audio_tower.conv2d1.", marks_of_others=())
+_HEARS_AS_QWEN_3 = "audio_tower.conv2d1."
+_QWEN_3_OMNI = replace(
+    _QWEN_2_5_OMNI,
+    text="qwen3_omni_moe_text",
+    mark="visual.merger_list.",
+    marks_of_others=(_HEARS_AS_QWEN_3,),
+)
 _THINKER: Mapping[str, Any] = {
     "body": "model.",
     "head": "lm_head.",
@@ -215,6 +221,7 @@ WRAPPERS: Mapping[str, WrapperNames] = {
     "qwen2_5_omni_thinker": replace(_QWEN_2_5_OMNI, **_THINKER),
     "qwen3_omni_moe": _QWEN_3_OMNI,
     "qwen3_omni_moe_thinker": replace(_QWEN_3_OMNI, **_THINKER),
+    "qwen3_asr": WrapperNames("thinker.model.", "thinker.lm_head.", text="qwen3_asr_text", mark=_HEARS_AS_QWEN_3),
     "voxtral": WrapperNames(text="llama", mark=_HEARS, absent=_VOXTRAL),
     "glmasr": WrapperNames(text="llama", mark=_HEARS, absent=_GLM_ASR),
     **dict.fromkeys(("hyperclovax_vision_v2", "vlm"), _HYPERCLOVA),
@@ -302,6 +309,7 @@ TEXT_MODELS: Mapping[str, TextModel] = {
         | {"head_dim": None, "rope_theta": 1e6},
         _NO_WINDOW,
     ),
+    "qwen3_asr_text": TextModel("qwen3", _sizes(151936, 4096, 22016, 32, 32, 32, 128000) | {"rope_theta": 5e6}),
     "exaone4_5_text": TextModel("exaone4"),
     "paddleocr_vl_text": TextModel(
         "llama",

@@ -67,8 +67,9 @@ class Engine:
     attention, which caches neither keys nor values. blocks_alone: the models, by `model_type`, of which it loads no
     codes but blocks of `quant_method: fp8`. mxfp4_experts: those whose experts may be MXFP4 beside such blocks, and
     what of config.json says that they are (None: their tensors do). no_codes: those of which it computes no codes,
-    whatever the format. no_class: those that it is known to have no class for; of others that have a table nothing is
-    known. loads_own_classes: whether it looks for tensors only under the names that the model's own class saves.
+    whatever the format. no_class: those that it is known to have no class for, by `model_type`, or by that and ` with a
+    thinker_config` where it has one for other config.json's; of others that have a table nothing is known.
+    loads_own_classes: whether it looks for tensors only under the names that the model's own class saves.
 
     demands: all further rules on a directory of codes. keys: the keys that config.json must have, which an export adds.
     """
@@ -116,8 +117,10 @@ class Engine:
     def without_class(self, config: Mapping[str, Any]) -> list[Finding]:
         """That the engine is known to have no class for a model, as a finding. A directory with code of its own brings
         one."""
-        rule = None if config.get("auto_map") else self.no_class.get(str(config.get("model_type")))
-        return [Finding("config.json", f"a {config['model_type']}", rule)] if rule else []
+        kind = str(config.get("model_type"))
+        kinds = (kind, *([f"{kind} with a thinker_config"] if "thinker_config" in config else []))
+        rules = [] if config.get("auto_map") else [(each, self.no_class[each]) for each in kinds if each in self.no_class]
+        return [Finding("config.json", f"a {each}", rule) for each, rule in rules]
 
     def check(
         self,

@@ -208,7 +208,13 @@ ENGINE = Engine(
             "transformers 5.24 models/qwen3_omni_moe/modeling_qwen3_omni_moe.py; compressed-tensors 0.20; run",
         ),
     ),
-    no_class=dict.fromkeys(
+    no_class={
+        "qwen3_asr with a thinker_config": EngineRule(
+            "its class has the text model in text_config, and other names of tensors",
+            "transformers 5.24 models/qwen3_asr/configuration_qwen3_asr.py",
+        )
+    }
+    | dict.fromkeys(
         (
             *(
                 "bailing_moe",

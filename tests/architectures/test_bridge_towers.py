@@ -74,6 +74,24 @@ PREDICTION = {  # of EXAONE 4.5
 }
 
 
+RADIO = r"vision_model\.radio_model\.model\."
+OF_NEMOTRON = {
+    rf"{RADIO}blocks\.(\d+)\.mlp\.fc": r"vision_model.decoder.layers.\1.mlp.linear_fc",
+    rf"{RADIO}blocks\.": "vision_model.decoder.layers.",
+    rf"{RADIO}patch_generator\.cls_token\.token": "vision_model.class_token",
+    rf"{RADIO}patch_generator\.pos_embed": "vision_model.position_embeddings",
+    rf"{RADIO}patch_generator\.": "vision_model.",
+    r"mlp1\.0\.": "vision_projection.encoder.linear_fc1.layer_norm_",
+    r"mlp1\.1\.": "vision_projection.encoder.linear_fc1.",
+    r"mlp1\.3\.": "vision_projection.encoder.linear_fc2.",
+    r"sound_projection\.norm\.": "sound_projection.encoder.linear_fc1.layer_norm_",
+    r"sound_projection\.linear(\d)\.": r"sound_projection.encoder.linear_fc\1.",
+    r"sound_encoder\.": "sound_model.",
+    **{there: theirs for there, theirs in IN_BLOCKS.items() if there.startswith((r"\.attn", r"(layers"))},
+}
+"""What Bridge calls Nemotron's towers (nemotron_vl_bridge.py, nemotron_omni_bridge.py)."""
+
+
 def interleaved(query: Tensor, key: Tensor, value: Tensor, groups: int) -> Tensor:
     """As Bridge's merge_qkv_weights: of each group its queries, its key, its value."""
     parts = [tensor.view(groups, -1, *tensor.shape[1:]) for tensor in (query, key, value)]
@@ -127,6 +145,21 @@ def save(directory: Path, tensors: Mapping[str, Tensor], **model: Any) -> Path:
 
 Run = tuple[Path, dict[str, Tensor]]
 """A Hugging Face directory, and all tensors of a run of Bridge with the same model, by Bridge's names."""
+
+
+def of_nemotron(of_towers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Bridge's tensors for Nemotron's towers: without scales of layers, which transformers' class alone has, and what
+    normalises pixels."""
+    found = {}
+    for name, tensor in of_towers.items():
+        if re.search("layer_scale|input_conditioner|summary_idxs", name):
+            continue
+        if ".attn.qkv." in name:
+            tensor = interleaved(*tensor.chunk(3), 4)
+        for pattern, theirs in OF_NEMOTRON.items():
+            name = re.sub(pattern, theirs, name)
+        found[name] = tensor
+    return found
 
 
 def trained(room: Path, kind: str, more: Mapping[str, Tensor] | None = None, **text: Any) -> Run:
@@ -214,6 +247,85 @@ ALIKE_QWEN_3 = ("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 @pytest.mark.parametrize("kind", [kind for kind in (*OTHERS, *ALIKE_QWEN_3) if kind in WRAPPERS])
 def test_other_wrappers_come_back_from_bridge(kind: str, tmp_path: Path) -> None:
     made = trained(tmp_path, kind)
+    assert_comes_back(made, save(tmp_path / "bridge", made[1]), tmp_path)
+
+
+NVIDIAS = ("NemotronH_Nano_VL_V2", "NemotronH_Nano_Omni_Reasoning_V3")
+
+
+@pytest.mark.skipif("nemotron_h_omni" not in WRAPPERS, reason="of transformers 5.23")
+@pytest.mark.parametrize(
+    ("kind", "within"),
+    [
+        ("NemotronH_Nano_Omni_Reasoning_V3", ""),
+        *in_soak(("nemotron_h_omni", ""), ("NemotronH_Nano_VL_V2", "llava_model.")),
+    ],
+)
+def test_nemotrons_that_see_and_hear_come_back(kind: str, within: str, tmp_path: Path) -> None:
+    """Only the reference's weights have what the run had no module for."""
+    hf = tmp_path / "hf"
+    tiny_wrappers.save(hf, "nemotron_h_omni", dtype=torch.bfloat16)
+    config, tensors = json.loads((hf / "config.json").read_text()), stored(hf)
+    if kind in NVIDIAS:
+        config |= {"model_type": kind, "llm_config": config.pop("text_config")}
+        config["sound_config"] = config.pop("audio_config")
+    if kind == "NemotronH_Nano_VL_V2":  # which does not hear
+        del config["sound_config"]
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("sound_")}
+        save_file(tensors, hf / "model.safetensors", metadata={"format": "pt"})
+    (hf / "config.json").write_text(json.dumps(config))
+    made = to_megatron(open_checkpoint(hf)).tensors
+    run_ = {f"language_model.{name}": tensor for name, tensor in made.items() if not name.startswith("towers.")}
+    run_ |= of_nemotron(towers(tensors))
+    path = save(tmp_path / "bridge", {within + name: tensor for name, tensor in run_.items()})
+    command = run(path, tmp_path / "out", "hf", reference=hf)
+    after = stored(tmp_path / "out")
+    assert after.keys() == tensors.keys()
+    assert [name for name, tensor in tensors.items() if not torch.equal(after[name], tensor)] == []
+    left = sum(bool(re.search("layer_scale|summary_idxs", name)) for name in tensors)
+    assert any(f"no module for {left} tensors of the reference's towers" in note for note in command.notes)
+
+
+def test_a_nemotron_whose_heads_nothing_says_is_refused(tmp_path: Path) -> None:
+    stored = InMemory(
+        None, "megatron", {"vision_model.decoder.layers.0.self_attention.linear_qkv.bias": torch.zeros(48)}
+    )
+    config = {"model_type": "NemotronH_Nano_VL_V2", "vision_config": {"args": {"model": "vit_huge_patch16_224"}}}
+    BridgeTowers(stored, config, InMemory(None, "hf", {}), tmp_path)
+    config["vision_config"]["args"]["model"] = "vit_of_no_known_heads"
+    with pytest.raises(DamagedCheckpoint, match=r"linear_qkv\.bias.*null heads in null groups|None heads"):
+        BridgeTowers(stored, config, InMemory(None, "hf", {}), tmp_path)
+
+
+def thinking(room: Path, kind: str, whole: str) -> Run:
+    """A model that thinks, as published, and a run of Bridge's with it."""
+    tiny_wrappers.save(room / "thinker", kind, dtype=torch.bfloat16)
+    shutil.copytree(room / "thinker", room / "hf")
+    tensors = {f"thinker.{name}": tensor for name, tensor in stored(room / "thinker").items()}
+    if kind == "qwen3_asr":  # whose class has other names than published files
+        renamed = {".model.language_model.": ".model.", ".model.audio": ".audio"}
+        renamed |= {".model.multi_modal_projector.linear_": ".audio_tower.proj"}
+        for here, there in renamed.items():
+            tensors = {name.replace(here, there): tensor for name, tensor in tensors.items()}
+    save_file(tensors, room / "hf" / "model.safetensors", metadata={"format": "pt"})
+    config = {"model_type": whole, "thinker_config": json.loads((room / "thinker" / "config.json").read_text())}
+    (room / "hf" / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16", "enable_audio_output": False}))
+    made = to_megatron(open_checkpoint(room / "hf")).tensors
+    language = {f"thinker.language_model.{n}": tensor for n, tensor in made.items() if not n.startswith("towers.")}
+    of_towers = {
+        name.replace("thinker.audio_tower.", "thinker.audio_model."): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(("thinker.audio_tower.", "thinker.visual."))
+    }
+    return room / "hf", language | of_towers
+
+
+THINKING = {"qwen3_asr": "qwen3_asr"} | {f"{kind}_thinker": kind for kind in ("qwen2_5_omni", "qwen3_omni_moe")}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ("qwen3_asr", *in_soak("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"))])
+def test_what_thinks_and_hears_comes_back(kind: str, tmp_path: Path) -> None:
+    made = thinking(tmp_path, kind, THINKING[kind])
     assert_comes_back(made, save(tmp_path / "bridge", made[1]), tmp_path)
 
 

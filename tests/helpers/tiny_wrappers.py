@@ -242,6 +242,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("minicpmv4_6", "minicpmv4_7", "minicpm_ocr"), {"model_type": "qwen3_5_text", **DELTA_NET}),
     **dict.fromkeys(("qwen2_audio", "audioflamingo3"), {"model_type": "qwen2"}),
     **dict.fromkeys(("voxtral", "glmasr"), {"model_type": "llama", "rms_norm_eps": 1e-5}),
+    "qwen3_asr": {"model_type": "qwen3"},
     "qwen2_5_omni_thinker": {"model_type": "qwen2_5_omni_text", "rope_parameters": MROPE},
     "qwen3_omni_moe_thinker": {
         "model_type": "qwen3_omni_moe_text",
@@ -311,6 +312,7 @@ OPTIONAL: dict[str, Any] = {
         },
     },
     "kimi_k25": {"projection_hidden_size": 128},
+    "qwen3_asr": {"pad_token_id": 0, "eos_token_id": 1},  # which its class does not let be absent
     "minimax_m3_vl": {"projector_hidden_size": 64},
     "shieldgemma2": {"yes_token_index": 7, "no_token_index": 11},
     "fast_vlm": {"vision_config": {"model_type": "clip_vision_model"}},  # in place of timm's, which is another program
@@ -338,8 +340,10 @@ def make(
 ) -> PreTrainedModel:
     """A wrapper whose biases and norms are random too, so that a mix-up shows. `vision` are settings of its tower."""
     torch.manual_seed(0)
-    sizes = SMALL | {"vocab_size": TEXT["vocab_size"]}
-    config = shrunk(AutoConfig.for_model(kind, **OPTIONAL.get(kind, {})).to_dict(), sizes)
+    optional = OPTIONAL.get(kind, {})
+    tokens = {key: token for key, token in optional.items() if key.endswith("token_id")}
+    sizes = SMALL | {"vocab_size": TEXT["vocab_size"]} | tokens
+    config = shrunk(AutoConfig.for_model(kind, **optional).to_dict(), sizes)
     config["text_config"] = TEXT | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")) | WRAPPERS[kind]
     config["text_config"] |= text
     if config["text_config"]["head_dim"] is None:  # that of hidden_size / heads; some configs have no such key

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from precisionctl.architectures.config_keys import Config
-from precisionctl.architectures.towers_in_bridge import ONCE, TENSORS_OF_TOWERS, BridgeRow, Order, in_bridge
+from precisionctl.architectures.towers_in_bridge import (
+    ONCE,
+    OPTIONAL,
+    SPEAKING,
+    TENSORS_OF_TOWERS,
+    BridgeRow,
+    Order,
+    in_bridge,
+)
 from precisionctl.architectures.wrappers import TOWERS
 from precisionctl.checkpoints.chunks import Box, Chunk, Chunked, whole
 from precisionctl.checkpoints.computed_rows import TransposedRows
@@ -62,7 +70,8 @@ class BridgeTowers:
                 if (other := beside.specs.get(name)) and other.shape != shape:
                     what = f"`{bridge}` is {list(shape)} in Hugging Face, and the reference's {list(other.shape)}"
                     raise DamagedCheckpoint(what, where=where, do="Is the reference this model's?")
-                if not spec.dtype.is_floating_point or spec.is_codes:
+                is_count = name.endswith(".num_batches_tracked")  # of a batch norm's steps
+                if not (spec.dtype.is_floating_point or is_count) or spec.is_codes:
                     raise DamagedCheckpoint(f"`{bridge}` is {spec.dtype}", where=where)
                 specs[name], self._moved[name] = TensorSpec(shape, spec.dtype), _TowerTensor(bridge, row, part)
                 self._published[hf] = specs[name]
@@ -77,10 +86,17 @@ class BridgeTowers:
     def check(self, described: Config) -> None:
         """Raise DamagedCheckpoint if the run's towers lack a tensor or a layer that all have, or a tensor in a layer
         that another one has; and if config.json says other sizes than they have, or than `described`, which is what the
-        run says of its towers in the form of config.json's parts."""
+        run says of its towers in the form of config.json's parts. Raise RecipeError if config.json says that the model
+        speaks, and nothing beside the run does."""
         _check_sizes(self._config, described, self._where)
         _check_layers(self._published, self._where)
         _check_tensors(self._published, self._config, self._where)
+        speaking = SPEAKING.get(self._config["model_type"])
+        speaks = speaking and self._config.get("enable_audio_output") is not False
+        if speaks and not any(name.startswith(f"{TOWERS}{speaking}") for name in self._beside.specs):
+            what = f"Megatron-Bridge does not train what speaks (`{speaking}`), and the reference has no weights of it"
+            do = "Give a reference with all weights, or one whose config.json says enable_audio_output: false."
+            raise RecipeError(what, where=self._where, do=do)
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         if name not in self._moved:
@@ -127,13 +143,20 @@ def _check_sizes(config: Config, described: Config, where: Path) -> None:
     """Raise DamagedCheckpoint if a size in config.json is not the one that the run had: no shape says how many heads
     there are."""
     for part, of_run in described.items():
-        said = config.get(part)
-        if not isinstance(said, Mapping):
+        if (said := _part_of(config, part)) is None:
             continue
         for key in sorted(of_run.keys() & said.keys()):
             if _is_size(of_run[key]) and said[key] != of_run[key] and not key.endswith("token_id"):
                 what = f"{part}.{key} of config.json is {shown(said[key])}, and the run had {shown(of_run[key])}"
                 raise DamagedCheckpoint(what, where=where, do="Is config.json this model's?")
+
+
+def _part_of(config: Config, part: str) -> Config | None:
+    """The object in config.json with this dotted name; None where there is none."""
+    found: object = config
+    for key in part.split("."):
+        found = mapping_or_empty(found).get(key)
+    return found if isinstance(found, Mapping) else None
 
 
 def _is_size(value: object) -> bool:
@@ -145,8 +168,12 @@ def _check_tensors(specs: Mapping[str, TensorSpec], config: Config, where: Path)
     as many layers as config.json says, or have another width."""
     do = "Is config.json this model's? If it is, copy the checkpoint again, or save it again."
     for key, tensors in TENSORS_OF_TOWERS[config["model_type"]].items():
-        part, _, last = key.partition(".")
-        sizes = mapping_or_empty(config.get(part))
+        part, _, last = key.rpartition(".")
+        sizes = config if key == ONCE else _part_of(config, part)
+        if sizes is None:
+            if part in OPTIONAL:
+                continue
+            raise DamagedCheckpoint(f"config.json has no {part}", where=where, do="Is config.json this model's?")
         count = None if key == ONCE else _count(sizes.get(last), key, where)
         width = next((sizes[size] for size in ("hidden_size", "d_model") if size in sizes), None)
         for tensor in tensors:
@@ -155,7 +182,7 @@ def _check_tensors(specs: Mapping[str, TensorSpec], config: Config, where: Path)
             if not found and count != 0:
                 what = f"there is no `{tensor}`, which all towers of a `{config['model_type']}` have"
                 raise DamagedCheckpoint(what, where=where, do=do)
-            if key == ONCE:
+            if "*" not in tensor:
                 continue
             if count is not None and len(found) != count:
                 what = f"{len(found)} layers have `{tensor}`, and {key} of config.json says {count}"

@@ -174,13 +174,17 @@ def described_args(directory: Path) -> Mapping[str, Any]:
 
 
 def described_towers(directory: Path) -> dict[str, Mapping[str, Any]]:
-    """What Bridge's description says of a wrapper's towers, as the parts of config.json: it holds the config objects of
-    transformers (or one, `hf_config`, that holds these), by their class and their dicts. Empty if there is none."""
+    """What Bridge's description says of a wrapper's towers, as the parts of config.json, by dotted names: it holds the
+    config objects of transformers (or one, `hf_config` or `thinker_config`, that holds these), by their class and their
+    dicts, or a dict alone. Empty if there is none."""
     if not has_file(directory / BRIDGE, directory):
         return {}
     model = bridge_section(directory, "model")
-    whole = _config_dict(model.get("hf_config"))
-    parts = {name: _config_dict(model.get(name)) or whole.get(name) for name in ("vision_config", "audio_config")}
+    whole, thinker = (_config_dict(model.get(name)) for name in ("hf_config", "thinker_config"))
+    names = ("vision_config", "audio_config")
+    parts = {name: _config_dict(model.get(name)) or whole.get(name) for name in names}
+    parts |= {f"thinker_config.{name}": thinker.get(name) for name in names}
+    parts |= {"sound_config": model.get("sound_config")}
     return {name: part for name, part in parts.items() if isinstance(part, dict)}
 
 
