@@ -218,6 +218,7 @@ TOWERS_IN_BRIDGE: Mapping[str, tuple[BridgeRow, ...]] = {
     "mistral3": _as_they_are("vision_tower", "multi_modal_projector"),
     "kimi_k25": _as_they_are("vision_tower", "mm_projector"),
     "qwen2_audio": _as_they_are("audio_tower", "multi_modal_projector"),
+    "minimax_m3_vl": _as_they_are("vision_tower", "multi_modal_projector", "patch_merge_mlp"),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN_3),
     "exaone4_5": _EXAONE_4_5,
     **dict.fromkeys(
@@ -240,6 +241,9 @@ ONCE = ""
 _DEPTH, _LAYERS = "vision_config.depth", "vision_config.num_hidden_layers"
 _VISUAL, _BLOCK, _SIGLIP = "model.visual", "model.visual.blocks.*", "vision_tower.vision_model"
 _PROJECTOR = "multi_modal_projector"
+_CLIP = (
+    "layer_norm1 layer_norm2 mlp.fc1 mlp.fc2 self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.out_proj"
+)
 _QWEN_3_5_TENSORS = {
     ONCE: _tensors(_VISUAL, "patch_embed.proj merger.norm merger.linear_fc1 merger.linear_fc2", "pos_embed"),
     _DEPTH: _tensors(_BLOCK, "norm1 norm2 attn.qkv attn.proj mlp.linear_fc1 mlp.linear_fc2"),
@@ -264,11 +268,7 @@ TENSORS_OF_TOWERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             *_tensors(_PROJECTOR, weights="mm_soft_emb_norm"),
             f"{_PROJECTOR}.mm_input_projection_weight",
         ),
-        _LAYERS: _tensors(
-            f"{_SIGLIP}.encoder.layers.*",
-            "layer_norm1 layer_norm2 mlp.fc1 mlp.fc2 "
-            "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.out_proj",
-        ),
+        _LAYERS: _tensors(f"{_SIGLIP}.encoder.layers.*", _CLIP),
     },
     "qwen2_5_vl": {
         ONCE: _tensors("visual", "merger.mlp.0 merger.mlp.2", "patch_embed.proj merger.ln_q"),
@@ -304,6 +304,14 @@ TENSORS_OF_TOWERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "qwen2_audio": {
         ONCE: (*_tensors("audio_tower", "conv1 conv2 layer_norm", "embed_positions"), *_tensors(_PROJECTOR, "linear")),
         "audio_config.encoder_layers": _tensors("audio_tower.layers.*", _LISTENING, "self_attn.k_proj"),
+    },
+    "minimax_m3_vl": {
+        ONCE: (
+            *_tensors(_SIGLIP, "pre_layrnorm", "embeddings.patch_embedding"),
+            *_tensors(_PROJECTOR, weights="linear_1 linear_2"),
+            *_tensors("patch_merge_mlp", weights="linear_1 linear_2"),
+        ),
+        _LAYERS: _tensors(f"{_SIGLIP}.encoder.layers.*", _CLIP),
     },
     "qwen2_5_omni": {
         ONCE: (

@@ -29,6 +29,7 @@ from transformers import AutoModelForImageTextToText
 
 from precisionctl.architectures.towers_in_bridge import TENSORS_OF_TOWERS, TOWERS_IN_BRIDGE
 from precisionctl.architectures.wrappers import WRAPPERS as KNOWN
+from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import Box, Chunk, read_rows, write_rows
 from precisionctl.checkpoints.megatron.bridge_towers import BridgeTowers
 from precisionctl.checkpoints.open import open_checkpoint
@@ -250,6 +251,61 @@ def test_other_wrappers_come_back_from_bridge(kind: str, tmp_path: Path) -> None
     assert_comes_back(made, save(tmp_path / "bridge", made[1]), tmp_path)
 
 
+SILU = {"_target_": "torch.nn.functional.silu", "_call_": False}
+MINIMAX_M3 = {
+    "_target_": "megatron.bridge.models.minimax_m3.minimax_m3_bridge.MiniMaxM3VLModelProvider",
+    "num_layers": 3,
+    "kv_channels": 32,
+    "ffn_hidden_size": 64,
+    "layernorm_epsilon": 1e-6,
+    "layernorm_zero_centered_gamma": True,
+    "qk_layernorm": True,
+    "add_qkv_bias": False,
+    "position_embedding_type": "rope",
+    "rotary_base": 5e6,
+    "rotary_percent": 0.5,
+    "activation_func": {"_target_": "megatron.core.fusions.fused_bias_geglu.quick_gelu", "_call_": False},
+    "activation_func_clamp_value": 7.0,
+    "glu_linear_offset": 1.0,
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 96,
+    "moe_layer_freq": [0, 1, 1],
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_pre_softmax": False,
+    "moe_router_topk_scaling_factor": 2.0,
+    "moe_router_dtype": "fp32",
+    "moe_shared_expert_intermediate_size": 64,
+    "share_embeddings_and_output_weights": False,
+}
+"""As minimax_m3_bridge.py says of the tiny one."""
+
+INDEXERS = {
+    "linear_q": "q_proj",
+    "linear_k": "k_proj",
+    "q_norm": "q_norm",
+    "k_norm": "k_norm",
+}
+"""What Bridge calls the parts of MiniMax-M3's indexers, which it has outside of the layers (minimax_m3_bridge.py)."""
+
+
+def test_minimax_m3_whose_indexers_are_outside_of_the_layers_comes_back_with_its_optimizer(tmp_path: Path) -> None:
+    hf, made = trained(tmp_path, "minimax_m3_vl")
+    found = {}
+    for name, tensor in made.items():
+        if match := re.fullmatch(r".*\.layers\.(\d+)\..*\.indexer\.(\w+)\.weight", name):
+            name = f"lightning_indexers.{match[1]}.{INDEXERS[match[2]]}.weight"
+        found[name] = tensor
+    assert len([name for name in found if name.startswith("lightning_")]) == 4
+    moments = {f"optimizer.state.exp_avg.{name}": torch.full_like(each, 0.5).float() for name, each in found.items()}
+    path = save(tmp_path / "bridge", found | moments, **(ALIKE | SIZES | MINIMAX_M3))
+    assert_comes_back((hf, found), path, tmp_path)
+    of_indexer = "decoder.layers.2.self_attention.core_attention.indexer.linear_q.weight"
+    reader = open_checkpoint(path, hints=Hints(companions=open_checkpoint(hf).companions))
+    assert f"optimizer.state.exp_avg.{of_indexer}" in reader.optimizer_specs
+
+
 NVIDIAS = ("NemotronH_Nano_VL_V2", "NemotronH_Nano_Omni_Reasoning_V3")
 
 
@@ -323,10 +379,73 @@ def thinking(room: Path, kind: str, whole: str) -> Run:
 THINKING = {"qwen3_asr": "qwen3_asr"} | {f"{kind}_thinker": kind for kind in ("qwen2_5_omni", "qwen3_omni_moe")}
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ("qwen3_asr", *in_soak("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"))])
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", [kind for kind in THINKING if kind in WRAPPERS])
 def test_what_thinks_and_hears_comes_back(kind: str, tmp_path: Path) -> None:
     made = thinking(tmp_path, kind, THINKING[kind])
     assert_comes_back(made, save(tmp_path / "bridge", made[1]), tmp_path)
+
+
+@pytest.fixture(scope="module")
+def hearing(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    if "qwen3_asr" not in WRAPPERS:
+        pytest.skip("of a later transformers")
+    return thinking(tmp_path_factory.mktemp("qwen3_asr"), "qwen3_asr", "qwen3_asr")
+
+
+def test_what_bridge_says_of_what_thinks_is_compared_with_the_references_config(hearing: Run, tmp_path: Path) -> None:
+    """By qwen3_asr_bridge.py."""
+    config = json.loads((hearing[0] / "config.json").read_text())["thinker_config"]
+    described = TEXT_OF_QWEN_3 | {"thinker_config": {"config_dict": config}, "rotary_base": 1e4}
+    path = save(tmp_path / "bridge", hearing[1], **described)
+    assert_comes_back(hearing, path, tmp_path)
+    (tmp_path / "other").mkdir()
+    reference = changed(
+        hearing, tmp_path / "other", lambda config: config["thinker_config"]["audio_config"].update(n_window=7)
+    )
+    with pytest.raises(DamagedCheckpoint, match=r"thinker_config\.audio_config\.n_window of config\.json is 7, and the"):
+        run(path, tmp_path / "no", "hf", reference=reference)
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_a_qwen3_asr_as_transformers_saves_it_is_no_reference_of_one_that_bridge_trained(
+    weights: bool, hearing: Run, tmp_path: Path
+) -> None:
+    reference = hearing[0].parent / "thinker"
+    if not weights:
+        reference = without_weights(reference, tmp_path / "config")
+    path = save(tmp_path / "bridge", hearing[1])
+    with pytest.raises((DamagedCheckpoint, RecipeError), match=r"other names|has no thinker_config\.audio_config"):
+        run(path, tmp_path / "out", "hf", reference=reference)
+
+
+def test_what_speaks_is_taken_from_the_reference_or_missed(tmp_path: Path) -> None:
+    hf, tensors = thinking(tmp_path, "qwen2_5_omni_thinker", "qwen2_5_omni")
+    path = save(tmp_path / "bridge", tensors)
+    config = json.loads((hf / "config.json").read_text())
+    del config["enable_audio_output"]  # which means that it speaks
+    (hf / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RecipeError, match=r"does not train what speaks \(`talker\.`\)"):
+        run(path, tmp_path / "no", "hf", reference=hf)
+    save_file(stored(hf) | {"talker.x": torch.ones(3)}, hf / "model.safetensors", metadata={"format": "pt"})
+    run(path, tmp_path / "out", "hf", reference=hf)
+    assert stored(tmp_path / "out")["talker.x"].tolist() == [1, 1, 1]
+
+
+def test_a_nemotron_without_a_part_of_what_it_hears_with_is_refused(tmp_path: Path) -> None:
+    config = {"model_type": "nemotron_h_omni", "vision_config": {"num_attention_heads": 4}, "audio_config": {}}
+    radio = "vision_model.radio_model.model."
+    published = {f"{radio}patch_generator.{name}": (4,) for name in ("cls_token.token", "pos_embed", "embedder.weight")}
+    published |= {f"mlp1.{number}.weight": (4,) for number in (0, 1, 3)}
+    shapes = {"attn.qkv": (48,)}
+    for name in ("norm1", "norm2", "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"):
+        published |= {f"{radio}blocks.0.{name}.{kind}": shapes.get(name, (4,)) for kind in ("weight", "bias")}
+    run_ = InMemory(None, "megatron", of_nemotron({name: torch.zeros(shape) for name, shape in published.items()}))
+    found = BridgeTowers(run_, config, InMemory(None, "hf", {}), tmp_path)
+    with pytest.raises(DamagedCheckpoint, match=r"no `sound_projection\.norm\.weight`"):
+        found.check({})
+    config["audio_config"] = None
+    found.check({})
 
 
 @pytest.mark.skipif("exaone4_5" not in WRAPPERS, reason="of transformers 5.23")

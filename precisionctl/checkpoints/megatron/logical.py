@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from precisionctl.checkpoints.chunks import Box
+from precisionctl.checkpoints.megatron.bridge_names import names_in_plans
 from precisionctl.checkpoints.megatron.keys import PARAMETER_STATE, leading, unstack
 from precisionctl.checkpoints.megatron.norm_names import is_indexed, te_names
 from precisionctl.checkpoints.torch_files import dcp_metadata
@@ -72,15 +73,20 @@ def logical_tensors(stored: Mapping[str, dcp_metadata.DcpTensor], where: Path) -
                 raise DamagedCheckpoint(f"{name} is there twice", where=where)
             found[name] = one
     found = _joined(found)
-    renamed = te_names(found, is_indexed(found))
-    clash = [new for old, new in renamed.items() if new in found]
-    if clash:
-        raise DamagedCheckpoint(f"{clash[0]} is there twice", where=where)
-    found = _by_parameter({renamed.get(name, name): one for name, one in found.items()})
+    found = _renamed(found, names_in_plans(found), where)
+    found = _by_parameter(_renamed(found, te_names(found, is_indexed(found)), where))
     for name, one in found.items():
         check_whole(name, one, where)
     dcp_metadata.check_apart(((key, piece.span) for key, one in once.items() for piece in one.pieces), where)
     return found
+
+
+def _renamed(
+    found: Mapping[str, LogicalTensor], renamed: Mapping[str, str], where: Path
+) -> dict[str, LogicalTensor]:
+    if clash := [new for new in renamed.values() if new in found]:
+        raise DamagedCheckpoint(f"{clash[0]} is there twice", where=where)
+    return {renamed.get(name, name): one for name, one in found.items()}
 
 
 def with_plain_masters(stored: Mapping[str, dcp_metadata.DcpTensor]) -> dict[str, dcp_metadata.DcpTensor]:
