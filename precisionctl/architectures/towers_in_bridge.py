@@ -218,6 +218,7 @@ TOWERS_IN_BRIDGE: Mapping[str, tuple[BridgeRow, ...]] = {
     "mistral3": _as_they_are("vision_tower", "multi_modal_projector"),
     "kimi_k25": _as_they_are("vision_tower", "mm_projector"),
     "qwen2_audio": _as_they_are("audio_tower", "multi_modal_projector"),
+    "gemma4": _as_they_are("vision_tower", "embed_vision", "audio_tower", "embed_audio", within="model."),
     "minimax_m3_vl": _as_they_are("vision_tower", "multi_modal_projector", "patch_merge_mlp"),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN_3),
     "exaone4_5": _EXAONE_4_5,
@@ -227,8 +228,7 @@ TOWERS_IN_BRIDGE: Mapping[str, tuple[BridgeRow, ...]] = {
     "qwen3_asr": (_HEARS_WHAT_THINKS,),
     **dict.fromkeys(NEMOTRONS, _NEMOTRON),
 }
-"""By `model_type`: the wrappers whose text model has the names in Bridge that its family has here. Not so Gemma 4 and
-MiniMax-M3. The first row that fits a name is its row."""
+"""By `model_type`: the towers of wrappers that Bridge trains. The first row that fits a name is its row."""
 
 
 def _tensors(prefix: str, both: str = "", weights: str = "") -> tuple[str, ...]:
@@ -304,6 +304,29 @@ TENSORS_OF_TOWERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "qwen2_audio": {
         ONCE: (*_tensors("audio_tower", "conv1 conv2 layer_norm", "embed_positions"), *_tensors(_PROJECTOR, "linear")),
         "audio_config.encoder_layers": _tensors("audio_tower.layers.*", _LISTENING, "self_attn.k_proj"),
+    },
+    "gemma4": {
+        ONCE: (
+            "model.vision_tower.patch_embedder.input_proj.weight",
+            "model.vision_tower.patch_embedder.position_embedding_table",
+            "model.embed_vision.embedding_projection.weight",
+        ),
+        _LAYERS: (
+            *_tensors(
+                "model.vision_tower.encoder.layers.*",
+                weights="input_layernorm post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm "
+                "self_attn.q_norm self_attn.k_norm",
+            ),
+            *(
+                f"model.vision_tower.encoder.layers.*.{module}_proj.linear.weight"
+                for module in (*(f"self_attn.{part}" for part in "qkvo"), "mlp.gate", "mlp.up", "mlp.down")
+            ),
+        ),
+        "audio_config.num_hidden_layers": (
+            "model.embed_audio.embedding_projection.weight",
+            *_tensors("model.audio_tower", "output_proj"),
+            *_tensors("model.audio_tower.layers.*", weights="norm_pre_attn norm_post_attn norm_out"),
+        ),
     },
     "minimax_m3_vl": {
         ONCE: (

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pico
 import pytest
 import tiny_wrappers
 import torch
@@ -251,7 +252,120 @@ def test_other_wrappers_come_back_from_bridge(kind: str, tmp_path: Path) -> None
     assert_comes_back(made, save(tmp_path / "bridge", made[1]), tmp_path)
 
 
-SILU = {"_target_": "torch.nn.functional.silu", "_call_": False}
+def of_gemma_4(
+    made: Mapping[str, Tensor], windows: list[bool], groups: int, shared: int = 0, *, by_layer: bool = False
+) -> dict[str, Tensor]:
+    """Bridge's tensors for our text model: layers with a window and those without counted apart; keys a second time as
+    values, or zeros for both, where a layer has none of its own (gemma4_bridge.py, gemma4_provider.py,
+    modeling_gemma4.py). `groups` are those of layers without a window."""
+    moe = any(".router." in name for name in made)
+    of_norms = {
+        "mlp.shared_experts.linear_fc1.layer_norm_": "pre_shared_expert_layernorm.",
+        "mlp.shared_experts.linear_fc2.post_layernorm.": "mlp.post_shared_expert_layernorm.",
+        "mlp.pre_moe_layernorm.": "pre_mlp_layernorm.",
+        "mlp.post_layernorm.": "post_ffn_layernorm.",
+    }
+    if not moe:
+        of_norms = {
+            "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+            "self_attention.linear_proj.post_layernorm.": "post_self_attn_layernorm.",
+            "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+            "mlp.linear_fc2.post_layernorm.": "post_mlp_layernorm.",
+        }
+    found = {}
+    for name, tensor in made.items():
+        name = name.removeprefix("embedding.") if "per_layer_" in name and "decoder" not in name else name
+        for ours, theirs in of_norms.items():
+            name = name.replace(ours, theirs)
+        if match := re.fullmatch(r"decoder\.layers\.(\d+)\.self_attention\.(.+)", name):
+            layer = int(match[1])
+            in_window, kind = windows[layer], "sliding" if windows[layer] else "global"
+            if match[2] == "linear_qkv.weight":
+                channels, of_kind = (32, 2) if in_window else (64, groups)
+                heads = tensor.view(of_kind, -1, channels, tensor.shape[-1])
+                if layer >= len(windows) - shared:
+                    none = torch.zeros_like(heads[:, :1])
+                    tensor = torch.cat([heads, none, none], 1).flatten(0, 2)
+                    norm = f"language_model.decoder.layers.{layer}.self_attention_{kind}.k_layernorm.weight"
+                    found[norm] = torch.ones(channels)  # which nothing reads
+                elif not in_window and not shared:
+                    tensor = torch.cat([heads, heads[:, -1:]], 1).flatten(0, 2)
+            number = layer if by_layer else sum(other == in_window for other in windows[:layer])
+            name = f"decoder.layers.{number}.self_attention_{kind}.{match[2]}"
+        found[f"language_model.{name}"] = tensor
+    return found
+
+
+ONE_PATTERN = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "vocab_size": 128,
+}
+GEMMA_4 = {
+    "dense": {},
+    "experts": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48},
+    "small": {
+        **{"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "attention_k_eq_v": False},
+        **{"num_global_key_value_heads": None, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128},
+    },
+}
+SAID_OF_GEMMA_4 = {
+    "num_layers": 4,
+    "vocab_size": 128,
+    "kv_channels": 32,
+    "layernorm_epsilon": 1e-6,
+    "activation_func": {"_target_": "megatron.core.fusions.fused_bias_geglu.fast_gelu", "_call_": False},
+    "position_embedding_type": "rope",
+    "share_embeddings_and_output_weights": True,
+}
+DENSE_GEMMA_4 = {
+    "_target_": "megatron.bridge.models.gemma_vl.gemma4_vl_provider.Gemma4DenseVLProvider",
+    "rotary_base": 10000,  # which nothing reads
+    "full_attention_rope_base": 1e6,
+    "sliding_window_rope_base": 1e4,
+    "window_size": [7, 0],
+    "window_attn_skip_freq": [True, False] * 2,
+}
+DESCRIBED_GEMMA_4 = {
+    "dense": DENSE_GEMMA_4,
+    "small": DENSE_GEMMA_4,
+    "experts": {
+        "_target_": "megatron.bridge.models.gemma_vl.gemma4_vl_provider.Gemma4VLModelProvider",
+        "rotary_base": [1e4, 1e6],
+        "softmax_scale": 1.0,
+        "qk_layernorm": True,
+        "window_size": 8,
+        "interleaved_attn_pattern": [1, 1],
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 48,
+        "moe_shared_expert_intermediate_size": 96,
+        "moe_layer_freq": 1,
+        "moe_router_pre_softmax": True,
+    },
+}
+
+
+@pytest.mark.parametrize("which", ["experts", *in_soak("dense", "small")])
+def test_gemma_4_whose_kinds_of_layers_bridge_counts_apart_comes_back(which: str, tmp_path: Path) -> None:
+    hf, made = trained(tmp_path, "gemma4", **ONE_PATTERN, **GEMMA_4[which])
+    text = {n.removeprefix("language_model."): t for n, t in made.items() if n.startswith("language_model.")}
+    beside = {name.removeprefix("model."): t for name, t in made.items() if not name.startswith("language_model.")}
+    shared = 2 if which == "small" else 0
+    theirs = of_gemma_4(text, [True, False] * 2, 2 if shared else 1, shared, by_layer=bool(shared))
+    moments = {f"optimizer.state.exp_avg.{name}": tensor.float() for name, tensor in theirs.items()}
+    described = ALIKE | SIZES | SAID_OF_GEMMA_4 | DESCRIBED_GEMMA_4[which]
+    all_of_text = theirs | moments if shared else stacked(theirs | moments)
+    path = save(tmp_path / "bridge", all_of_text | beside, **described)
+    assert_comes_back((hf, made), path, tmp_path, verify=True)
+    reader = open_checkpoint(path, hints=Hints(companions=open_checkpoint(hf).companions))
+    qkv = "decoder.layers.3.self_attention.linear_qkv.weight"
+    assert reader.optimizer_specs[f"optimizer.state.exp_avg.{qkv}"].shape == text[qkv].shape
+    described["rotary_base" if which == "experts" else "full_attention_rope_base"] = 7.0
+    with pytest.raises(RecipeError, match="rotary_base"):
+        run(save(tmp_path / "other", theirs | beside, **described), tmp_path / "no", "hf", reference=tmp_path / "config")
+
+
 MINIMAX_M3 = {
     "_target_": "megatron.bridge.models.minimax_m3.minimax_m3_bridge.MiniMaxM3VLModelProvider",
     "num_layers": 3,
@@ -281,6 +395,26 @@ MINIMAX_M3 = {
 }
 """As minimax_m3_bridge.py says of the tiny one."""
 
+def test_of_kinds_of_layers_that_no_config_json_tells_apart_it_is_asked_for(tmp_path: Path) -> None:
+    name = "decoder.layers.0.self_attention_sliding.linear_proj.weight"
+    save(tmp_path / "bridge", {"embedding.word_embeddings.weight": torch.ones(4, 4), name: torch.ones(4, 4)})
+    with pytest.raises(UnknownArchitecture, match=r"counted apart.*no config\.json.*--reference"):
+        open_checkpoint(tmp_path / "bridge")
+
+
+@pytest.mark.parametrize("numbers", [(0,), (0, 2, 3), (1, 2)])
+def test_other_layers_of_a_kind_than_config_json_says_are_refused(numbers: tuple[int, ...], tmp_path: Path) -> None:
+    config = pico.config("gemma4-moe")  # with two layers in a window, 0 and 1
+    assert pico.shape("gemma4-moe").window_layers == (True, True, False)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    name = "decoder.layers.{}.self_attention_sliding.linear_proj.weight"
+    tensors = {name.format(number): torch.ones(4, 4) for number in numbers}
+    save(tmp_path / "bridge", tensors | {"embedding.word_embeddings.weight": torch.ones(4, 4)})
+    with pytest.raises(DamagedCheckpoint, match=rf"{len(numbers)} layers are sliding, and config\.json says 2"):
+        run(tmp_path / "bridge", tmp_path / "out", "hf", reference=tmp_path / "hf")
+
+
 INDEXERS = {
     "linear_q": "q_proj",
     "linear_k": "k_proj",
@@ -305,6 +439,34 @@ def test_minimax_m3_whose_indexers_are_outside_of_the_layers_comes_back_with_its
     reader = open_checkpoint(path, hints=Hints(companions=open_checkpoint(hf).companions))
     assert f"optimizer.state.exp_avg.{of_indexer}" in reader.optimizer_specs
 
+
+NEMOTRON = {
+    "_target_": "megatron.bridge.models.nemotron_omni.nemotron_omni_provider.NemotronOmniModelProvider",
+    "is_hybrid_model": True,
+    "hybrid_layer_pattern": "ME*-M*",
+    "num_layers": 6,
+    "kv_channels": 16,
+    "gated_linear_unit": False,
+    "activation_func": {"_target_": "megatron.core.activations.squared_relu", "_call_": False},
+    "position_embedding_type": "none",
+    "layernorm_epsilon": 1e-5,
+    "mamba_num_heads": 32,
+    "mamba_head_dim": 4,
+    "mamba_num_groups": 4,
+    "mamba_state_dim": 8,
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_num_groups": 1,
+    "moe_router_group_topk": 1,
+    "moe_router_topk_scaling_factor": 1.0,
+    "moe_router_dtype": "fp32",
+    "share_embeddings_and_output_weights": False,
+}
+"""As nemotron_omni_bridge.py and its provider say of the tiny one."""
 
 NVIDIAS = ("NemotronH_Nano_VL_V2", "NemotronH_Nano_Omni_Reasoning_V3")
 
@@ -333,7 +495,8 @@ def test_nemotrons_that_see_and_hear_come_back(kind: str, within: str, tmp_path:
     made = to_megatron(open_checkpoint(hf)).tensors
     run_ = {f"language_model.{name}": tensor for name, tensor in made.items() if not name.startswith("towers.")}
     run_ |= of_nemotron(towers(tensors))
-    path = save(tmp_path / "bridge", {within + name: tensor for name, tensor in run_.items()})
+    described = ALIKE | SIZES | NEMOTRON | {"sound_config": config.get("sound_config")}
+    path = save(tmp_path / "bridge", {within + name: tensor for name, tensor in run_.items()}, **described)
     command = run(path, tmp_path / "out", "hf", reference=hf)
     after = stored(tmp_path / "out")
     assert after.keys() == tensors.keys()

@@ -6,12 +6,12 @@ A tensor that no rule here knows keeps its key, so that a plan can refuse it: no
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from precisionctl.checkpoints.chunks import Box
-from precisionctl.checkpoints.megatron.bridge_names import names_in_plans
+from precisionctl.checkpoints.megatron.bridge_text import as_in_plans
 from precisionctl.checkpoints.megatron.keys import PARAMETER_STATE, leading, unstack
 from precisionctl.checkpoints.megatron.norm_names import is_indexed, te_names
 from precisionctl.checkpoints.torch_files import dcp_metadata
@@ -23,6 +23,7 @@ from precisionctl.checkpoints.torch_files.dcp_tensors import (
     slices,
 )
 from precisionctl.errors import DamagedCheckpoint
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import (
     CONV_PARTS,
     EMBEDDING,
@@ -47,11 +48,13 @@ _MOST_SLICES = 1 << 22
 of 58 x 256 experts' linears, has 10^6."""
 
 
-def logical_tensors(stored: Mapping[str, dcp_metadata.DcpTensor], where: Path) -> dict[str, LogicalTensor]:
+def logical_tensors(
+    stored: Mapping[str, dcp_metadata.DcpTensor], where: Path, described: Callable[[], ModelShape | None] = lambda: None
+) -> dict[str, LogicalTensor]:
     """Every tensor by its logical name; the optimizer's are `optimizer.state.<kind>.<parameter>`. `where` is the
-    checkpoint, for errors.
+    checkpoint, for errors, and `described` the model of config.json, if there is one.
 
-    Raises DamagedCheckpoint where the pieces of a tensor do not cover it exactly once, and where two tensors have one
+    Raises as `as_in_plans`, and DamagedCheckpoint where the pieces of a tensor do not cover it exactly once, and where two tensors have one
     name, or are on the same bytes.
     """
     prefix = model_prefix(stored)
@@ -72,21 +75,16 @@ def logical_tensors(stored: Mapping[str, dcp_metadata.DcpTensor], where: Path) -
             if name in found:
                 raise DamagedCheckpoint(f"{name} is there twice", where=where)
             found[name] = one
-    found = _joined(found)
-    found = _renamed(found, names_in_plans(found), where)
-    found = _by_parameter(_renamed(found, te_names(found, is_indexed(found)), where))
+    found = as_in_plans(_joined(found), described, where)
+    renamed = te_names(found, is_indexed(found))
+    clash = [new for old, new in renamed.items() if new in found]
+    if clash:
+        raise DamagedCheckpoint(f"{clash[0]} is there twice", where=where)
+    found = _by_parameter({renamed.get(name, name): one for name, one in found.items()})
     for name, one in found.items():
         check_whole(name, one, where)
     dcp_metadata.check_apart(((key, piece.span) for key, one in once.items() for piece in one.pieces), where)
     return found
-
-
-def _renamed(
-    found: Mapping[str, LogicalTensor], renamed: Mapping[str, str], where: Path
-) -> dict[str, LogicalTensor]:
-    if clash := [new for new in renamed.values() if new in found]:
-        raise DamagedCheckpoint(f"{clash[0]} is there twice", where=where)
-    return {renamed.get(name, name): one for name, one in found.items()}
 
 
 def with_plain_masters(stored: Mapping[str, dcp_metadata.DcpTensor]) -> dict[str, dcp_metadata.DcpTensor]:

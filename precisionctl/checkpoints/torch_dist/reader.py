@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from precisionctl.architectures.families import from_hf_config
 from precisionctl.architectures.towers_in_bridge import is_tower
 from precisionctl.architectures.wrappers import TOWERS, is_wrapper
 from precisionctl.checkpoints.adapter import bridge
@@ -46,6 +47,7 @@ from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip
 from precisionctl.checkpoints.torch_files.dcp_tensors import LogicalTensor, LogicalTensors
 from precisionctl.codes.encoding import Encoding
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import NOT_TRAINED, TensorSpec, kind_and_parameter
 from precisionctl.sizes import counted
 from precisionctl.untrusted.safe_files import check_link, has_file, leads_out, read_file
@@ -109,7 +111,8 @@ class TorchDistReader(MegatronReader):
         self._index = index
         self._empty: bytes | None = None
         self._prefix = model_prefix(self._index.tensors)
-        self._stored = LogicalTensors(self._with_buckets(logical_tensors(self._index.tensors, self.path)))
+        tensors = logical_tensors(self._index.tensors, self.path, self._described)
+        self._stored = LogicalTensors(self._with_buckets(tensors))
         specs = self._stored.specs
         trained = self._trained_towers
         text = {name: spec for name, spec in specs.items() if not of_optimizer(name) and name not in trained}
@@ -118,6 +121,11 @@ class TorchDistReader(MegatronReader):
         states = {name: spec for name, spec in specs.items() if of_optimizer(name) and not name.endswith(NOT_TRAINED)}
         self._of_optimizer = {name: one for name, one in states.items() if kind_and_parameter(name)[1] not in trained}
         self._towers_optimizer = states.keys() - self._of_optimizer.keys()
+
+    def _described(self) -> ModelShape | None:
+        """The model of config.json, if there is one."""
+        config = config_of(self.companions)
+        return from_hf_config(config, self.companions.config_path) if config else None
 
     def _with_own(self, beside: Chunked) -> Chunked:
         """Bridge's towers, of a wrapper that it trained."""
