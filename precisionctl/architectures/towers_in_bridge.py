@@ -241,9 +241,7 @@ ONCE = ""
 _DEPTH, _LAYERS = "vision_config.depth", "vision_config.num_hidden_layers"
 _VISUAL, _BLOCK, _SIGLIP = "model.visual", "model.visual.blocks.*", "vision_tower.vision_model"
 _PROJECTOR = "multi_modal_projector"
-_CLIP = (
-    "layer_norm1 layer_norm2 mlp.fc1 mlp.fc2 self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.out_proj"
-)
+_CLIP = "layer_norm1 layer_norm2 mlp.fc1 mlp.fc2 self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.out_proj"
 _QWEN_3_5_TENSORS = {
     ONCE: _tensors(_VISUAL, "patch_embed.proj merger.norm merger.linear_fc1 merger.linear_fc2", "pos_embed"),
     _DEPTH: _tensors(_BLOCK, "norm1 norm2 attn.qkv attn.proj mlp.linear_fc1 mlp.linear_fc2"),
@@ -346,9 +344,7 @@ TENSORS_OF_TOWERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "attn.q attn.k attn.v attn.proj mlp.gate_proj mlp.up_proj mlp.down_proj",
             "norm1 norm2",
         ),
-        "thinker_config.audio_config.encoder_layers": _tensors(
-            f"{_LISTENS}.layers.*", _LISTENING, "self_attn.k_proj"
-        ),
+        "thinker_config.audio_config.encoder_layers": _tensors(f"{_LISTENS}.layers.*", _LISTENING, "self_attn.k_proj"),
     },
     "qwen3_omni_moe": {
         ONCE: (
@@ -358,9 +354,7 @@ TENSORS_OF_TOWERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "thinker_config.vision_config.depth": _tensors(
             f"{_SEES}.blocks.*", "norm1 norm2 attn.qkv attn.proj mlp.linear_fc1 mlp.linear_fc2"
         ),
-        "thinker_config.vision_config.deepstack_visual_indexes": _tensors(
-            f"{_SEES}.merger_list.*", "ln_q mlp.0 mlp.2"
-        ),
+        "thinker_config.vision_config.deepstack_visual_indexes": _tensors(f"{_SEES}.merger_list.*", "ln_q mlp.0 mlp.2"),
         **{key: tensors for key, tensors in _OF_QWEN_3_ASR.items() if key != ONCE},
     },
     "qwen3_asr": _OF_QWEN_3_ASR,

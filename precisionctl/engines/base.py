@@ -118,9 +118,9 @@ class Engine:
         """That the engine is known to have no class for a model, as a finding. A directory with code of its own brings
         one."""
         kind = str(config.get("model_type"))
-        kinds = (kind, *([f"{kind} with a thinker_config"] if "thinker_config" in config else []))
-        rules = [] if config.get("auto_map") else [(each, self.no_class[each]) for each in kinds if each in self.no_class]
-        return [Finding("config.json", f"a {each}", rule) for each, rule in rules]
+        kinds = (kind, f"{kind} with a thinker_config") if "thinker_config" in config else (kind,)
+        rules = {} if config.get("auto_map") else {each: self.no_class[each] for each in kinds if each in self.no_class}
+        return [Finding("config.json", f"a {each}", rule) for each, rule in rules.items()]
 
     def check(
         self,

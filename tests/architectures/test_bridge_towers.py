@@ -305,8 +305,12 @@ GEMMA_4 = {
     "dense": {},
     "experts": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48},
     "small": {
-        **{"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "attention_k_eq_v": False},
-        **{"num_global_key_value_heads": None, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128},
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "attention_k_eq_v": False,
+        "num_global_key_value_heads": None,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 128,
     },
 }
 SAID_OF_GEMMA_4 = {
@@ -362,8 +366,9 @@ def test_gemma_4_whose_kinds_of_layers_bridge_counts_apart_comes_back(which: str
     qkv = "decoder.layers.3.self_attention.linear_qkv.weight"
     assert reader.optimizer_specs[f"optimizer.state.exp_avg.{qkv}"].shape == text[qkv].shape
     described["rotary_base" if which == "experts" else "full_attention_rope_base"] = 7.0
+    other = save(tmp_path / "other", theirs | beside, **described)
     with pytest.raises(RecipeError, match="rotary_base"):
-        run(save(tmp_path / "other", theirs | beside, **described), tmp_path / "no", "hf", reference=tmp_path / "config")
+        run(other, tmp_path / "no", "hf", reference=tmp_path / "config")
 
 
 MINIMAX_M3 = {
@@ -394,6 +399,7 @@ MINIMAX_M3 = {
     "share_embeddings_and_output_weights": False,
 }
 """As minimax_m3_bridge.py says of the tiny one."""
+
 
 def test_of_kinds_of_layers_that_no_config_json_tells_apart_it_is_asked_for(tmp_path: Path) -> None:
     name = "decoder.layers.0.self_attention_sliding.linear_proj.weight"
@@ -566,7 +572,7 @@ def test_what_bridge_says_of_what_thinks_is_compared_with_the_references_config(
     reference = changed(
         hearing, tmp_path / "other", lambda config: config["thinker_config"]["audio_config"].update(n_window=7)
     )
-    with pytest.raises(DamagedCheckpoint, match=r"thinker_config\.audio_config\.n_window of config\.json is 7, and the"):
+    with pytest.raises(DamagedCheckpoint, match=r"thinker_config\.audio_config\.n_window of config\.json is 7, and"):
         run(path, tmp_path / "no", "hf", reference=reference)
 
 

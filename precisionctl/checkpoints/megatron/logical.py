@@ -54,8 +54,8 @@ def logical_tensors(
     """Every tensor by its logical name; the optimizer's are `optimizer.state.<kind>.<parameter>`. `where` is the
     checkpoint, for errors, and `described` the model of config.json, if there is one.
 
-    Raises as `as_in_plans`, and DamagedCheckpoint where the pieces of a tensor do not cover it exactly once, and where two tensors have one
-    name, or are on the same bytes.
+    Raises as `as_in_plans`, and DamagedCheckpoint where the pieces of a tensor do not cover it exactly once, and where
+    two tensors have one name, or are on the same bytes.
     """
     prefix = model_prefix(stored)
     _check_count(stored, prefix, where)

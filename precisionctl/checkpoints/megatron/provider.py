@@ -309,7 +309,10 @@ def _in_megatrons_words(fields: Mapping[str, Any]) -> dict[str, Any]:
     base, window, pattern = (fields.get(name) for name in ("rotary_base", "window_size", "interleaved_attn_pattern"))
     found["qk_layernorm"] = True
     if _provider(fields).startswith("Gemma4"):
-        found |= {"softmax_scale": 1.0, "moe_router_pre_softmax": False}  # its router divides by the sum, whatever is said
+        found |= {
+            "softmax_scale": 1.0,
+            "moe_router_pre_softmax": False,
+        }  # its router divides by the sum, whatever is said
         base = fields.get("full_attention_rope_base", base)  # of its dense provider
         if type(base) in (int, float):
             found["rotary_base"] = base
