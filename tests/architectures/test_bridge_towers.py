@@ -401,10 +401,26 @@ MINIMAX_M3 = {
 """As minimax_m3_bridge.py says of the tiny one."""
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("which", GEMMA_4)
+def test_gemma_4_that_megatron_fsdp_saved_comes_back(which: str, tmp_path: Path) -> None:
+    """Its names are those of modules, which have one number for each layer."""
+    hf, made = trained(tmp_path, "gemma4", **ONE_PATTERN, **GEMMA_4[which])
+    text = {n.removeprefix("language_model."): t for n, t in made.items() if n.startswith("language_model.")}
+    beside = {name.removeprefix("model."): t for name, t in made.items() if not name.startswith("language_model.")}
+    shared = 2 if which == "small" else 0
+    theirs = of_gemma_4(text, [True, False] * 2, 2 if shared else 1, shared, by_layer=True)
+    theirs = {re.sub("attention_(sliding|global)", "attention", name): tensor for name, tensor in theirs.items()}
+    saved = save(tmp_path / "bridge", {f"model.module.{name}": t for name, t in (theirs | beside).items()})
+    for file in ("metadata.json", "common.pt"):
+        (saved / file).unlink()
+    assert_comes_back((hf, made), saved, tmp_path)
+
+
 def test_of_kinds_of_layers_that_no_config_json_tells_apart_it_is_asked_for(tmp_path: Path) -> None:
     name = "decoder.layers.0.self_attention_sliding.linear_proj.weight"
     save(tmp_path / "bridge", {"embedding.word_embeddings.weight": torch.ones(4, 4), name: torch.ones(4, 4)})
-    with pytest.raises(UnknownArchitecture, match=r"counted apart.*no config\.json.*--reference"):
+    with pytest.raises(UnknownArchitecture, match=r"as of a Gemma 4, and no config\.json.*--reference"):
         open_checkpoint(tmp_path / "bridge")
 
 

@@ -1,7 +1,7 @@
 """Text models of which Megatron-Bridge has tensors in other places, under other names or with more rows than a plan."""
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,7 +37,11 @@ _IN_LAYERS = (
 )
 _LAYER = re.compile(r"(decoder\.layers\.\d{1,9}\.)(.+)")
 _NORM = {f"{module}.weight": (having, there) for having, module, there in _IN_LAYERS}
-_OF_KIND = re.compile(r"decoder\.layers\.(\d{1,9})\.self_attention_(sliding|global)\.(.+)")
+_ATTENTION = re.compile(r"decoder\.layers\.(\d{1,9})\.self_attention(?:_(sliding|global))?\.(.+)")
+_APART = ".self_attention_sliding.", ".self_attention_global."
+_LAYERS_OF_GEMMA_4 = (*_APART, ".post_self_attn_layernorm.", f".{_BESIDE_EXPERTS}.")
+_BRIDGES = (*_LAYERS_OF_GEMMA_4, "lightning_indexers.", "per_layer_")
+"""Parts of names, one of which a model has that is otherwise in a plan."""
 
 
 def as_in_plans(
@@ -46,33 +50,33 @@ def as_in_plans(
     """Logical tensors, an optimizer's among them, as a plan has them. `described` is the model of config.json, if there
     is one.
 
-    Bridge counts Gemma 4's layers with a window and those without apart, as the two have attention of other sizes. It
-    has rows of keys and values in all of them: values that are copies of keys, and both in layers that read those of
-    others, with a norm of their own. No program computes with these, Bridge neither; so they are left out.
+    In `torch_dist`, Bridge counts Gemma 4's layers with a window and those without apart, as the two have attention of
+    other sizes. It has rows of keys and values in all of them: values that are copies of keys, and both in layers that
+    read those of others, with a norm of their own. Nothing computes with these, Bridge neither; so they are left out.
 
     Raises UnknownArchitecture without a config.json that says which layers have a window, DamagedCheckpoint where it
     says of another number of layers, and where two tensors have one name.
     """
-    kinds = {match[2]: set[int]() for name in found if (match := _OF_KIND.fullmatch(_parameter(name)))}
-    for name in found if kinds else ():
-        if match := _OF_KIND.fullmatch(_parameter(name)):
-            kinds[match[2]].add(int(match[1]))
-    model = described() if kinds else None
-    if kinds and (model is None or model.global_attention is None):
-        what = "its layers with a window and those without are counted apart, as Megatron-Bridge does of Gemma 4; "
-        what += "no config.json of such a model says which layers have one"
-        raise UnknownArchitecture(what, where=where, do=WITH_REFERENCE)
-    layers = {kind: _layers(kind, numbers, model, where) for kind, numbers in kinds.items() if model}
+    parts = {part for name in found for part in _BRIDGES if part in name}
+    if not parts:
+        return dict(found)
+    model = described() if parts.intersection(_LAYERS_OF_GEMMA_4) else None
+    if model is None or model.global_attention is None:
+        if parts.intersection(_APART):
+            what = "Megatron-Bridge counts kinds of layers apart, as of a Gemma 4, and no config.json of one says which"
+            raise UnknownArchitecture(f"{what} layers have a window", where=where, do=WITH_REFERENCE)
+        model = None
+    layers = _layers(found, model, where) if model else {}
     named: dict[str, LogicalTensor] = {}
     for name, one in found.items():
         parameter = _parameter(name)
         there, tensor = _moved(parameter, found), one
-        if (match := _OF_KIND.fullmatch(parameter)) and model:
-            layer = layers[match[2]][int(match[1])]
+        if model and (match := _ATTENTION.fullmatch(parameter)):
+            layer = layers[match[2]][int(match[1])] if match[2] else int(match[1])
             there = f"decoder.layers.{layer}.self_attention.{match[3]}"
             if match[3] == "k_layernorm.weight" and model.shares_kv(layer):
                 continue
-            if match[3] == "linear_qkv.weight":
+            if match[3] == "linear_qkv.weight" and layer < model.num_layers:
                 tensor = _without_unused(one, model, layer)
         there = name.removesuffix(parameter) + there
         if there in named:
@@ -87,16 +91,21 @@ def _parameter(name: str) -> str:
     return state[2] if state else name
 
 
-def _layers(kind: str, numbers: Collection[int], model: ModelShape, where: Path) -> Mapping[int, int]:
-    """The layers of a kind by the numbers that Bridge has for them: their own if all layers are stored by themselves,
+def _layers(names: Iterable[str], model: ModelShape, where: Path) -> dict[str, Mapping[int, int]]:
+    """By kind, the layers by the numbers that Bridge has for them: their own if all layers are stored by themselves,
     else the place among those of the kind."""
-    own = [layer for layer in range(model.num_layers) if model.in_window(layer) == (kind == "sliding")]
-    if {*numbers} == {*own}:
-        return {layer: layer for layer in own}
-    if {*numbers} != {*range(len(own))}:
-        what = f"{len(numbers)} layers are {kind}, and config.json says {len(own)}"
-        raise DamagedCheckpoint(what, where=where, do="Is config.json this model's?")
-    return dict(enumerate(own))
+    numbers: dict[str, set[int]] = {}
+    for match in (_ATTENTION.fullmatch(_parameter(name)) for name in names):
+        if match and match[2]:
+            numbers.setdefault(match[2], set()).add(int(match[1]))
+    layers: dict[str, Mapping[int, int]] = {}
+    for kind, there in numbers.items():
+        own = [layer for layer in range(model.num_layers) if model.in_window(layer) == (kind == "sliding")]
+        if there not in ({*own}, {*range(len(own))}):
+            what = f"{len(there)} layers are {kind}, and config.json says {len(own)}"
+            raise DamagedCheckpoint(what, where=where, do="Is config.json this model's?")
+        layers[kind] = dict(zip(sorted(there), own, strict=True))
+    return layers
 
 
 def _moved(parameter: str, names: Collection[str]) -> str:
