@@ -582,6 +582,7 @@ def test_what_bridge_says_of_what_thinks_is_compared_with_the_references_config(
     """By qwen3_asr_bridge.py."""
     config = json.loads((hearing[0] / "config.json").read_text())["thinker_config"]
     described = TEXT_OF_QWEN_3 | {"thinker_config": {"config_dict": config}, "rotary_base": 1e4}
+    described["share_embeddings_and_output_weights"] = True
     path = save(tmp_path / "bridge", hearing[1], **described)
     assert_comes_back(hearing, path, tmp_path)
     (tmp_path / "other").mkdir()

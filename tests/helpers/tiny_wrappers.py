@@ -290,6 +290,7 @@ TIED = {
     "got_ocr2",
     "granite_docling",
     "minicpm_ocr",
+    "qwen3_asr",
     "hunyuan_vl",
     "shieldgemma2",
     "aya_vision",
