@@ -541,16 +541,16 @@ def test_a_nemotron_whose_heads_nothing_says_is_refused(tmp_path: Path) -> None:
 def thinking(room: Path, kind: str, whole: str) -> Run:
     """A model that thinks, as published, and a run of Bridge's with it."""
     tiny_wrappers.save(room / "thinker", kind, dtype=torch.bfloat16)
-    shutil.copytree(room / "thinker", room / "hf")
-    tensors = {f"thinker.{name}": tensor for name, tensor in stored(room / "thinker").items()}
-    if kind == "qwen3_asr":  # whose class has other names than published files
-        renamed = {".model.language_model.": ".model.", ".model.audio": ".audio"}
-        renamed |= {".model.multi_modal_projector.linear_": ".audio_tower.proj"}
-        for here, there in renamed.items():
-            tensors = {name.replace(here, there): tensor for name, tensor in tensors.items()}
-    save_file(tensors, room / "hf" / "model.safetensors", metadata={"format": "pt"})
-    config = {"model_type": whole, "thinker_config": json.loads((room / "thinker" / "config.json").read_text())}
-    (room / "hf" / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16", "enable_audio_output": False}))
+    if kind == "qwen3_asr":
+        tiny_wrappers.publish_qwen3_asr(room / "thinker", room / "hf")
+    else:
+        shutil.copytree(room / "thinker", room / "hf")
+        whole_of = {f"thinker.{name}": tensor for name, tensor in stored(room / "thinker").items()}
+        save_file(whole_of, room / "hf" / "model.safetensors", metadata={"format": "pt"})
+        config = {"model_type": whole, "thinker_config": json.loads((room / "thinker" / "config.json").read_text())}
+        config |= {"dtype": "bfloat16", "enable_audio_output": False}
+        (room / "hf" / "config.json").write_text(json.dumps(config))
+    tensors = stored(room / "hf")
     made = to_megatron(open_checkpoint(room / "hf")).tensors
     language = {f"thinker.language_model.{n}": tensor for n, tensor in made.items() if not n.startswith("towers.")}
     of_towers = {

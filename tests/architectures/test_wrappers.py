@@ -253,34 +253,15 @@ def test_what_also_speaks_has_the_text_model_within_what_thinks(kind: str, tmp_p
     assert told.exit_code == 0 and "quantization" not in told.output, "it is the same, wherever it stands"
 
 
-QWEN_3_ASR = {  # of files that transformers saves: what published ones have
-    r"model\.language_model\.": "thinker.model.",
-    r"model\.multi_modal_projector\.linear_": "thinker.audio_tower.proj",
-    r"model\.audio_tower\.": "thinker.audio_tower.",
-    r"lm_head\.": "thinker.lm_head.",
-}
-
-
 @pytest.mark.skipif("qwen3_asr" not in WRAPPERS, reason="of a later transformers")
 def test_qwen3_asr_as_published_is_that_of_transformers_and_transformers_has_no_class_for_it(tmp_path: Path) -> None:
     tiny_wrappers.save(tmp_path / "theirs", "qwen3_asr", dtype=torch.bfloat16)
-    shutil.copytree(tmp_path / "theirs", tmp_path / "hf")
-    tensors = stored(tmp_path / "theirs")
-    for here, there in QWEN_3_ASR.items():
-        tensors = {re.sub(f"^{here}", there, name): tensor for name, tensor in tensors.items()}
-    save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
-    rope = {"interleaved": True, "mrope_interleaved": True, "mrope_section": [4, 6, 6], "rope_type": "default"}
-    text = config["text_config"] | {"rope_theta": config["text_config"].pop("rope_parameters")["rope_theta"]}
-    text["rope_scaling"] = rope | {"type": "default"}
-    thinker = {"model_type": "qwen3_asr", "audio_config": config["audio_config"], "text_config": text}
-    published = {"model_type": "qwen3_asr", "architectures": config["architectures"], "thinker_config": thinker}
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(published | {"dtype": "bfloat16"}))
+    tiny_wrappers.publish_qwen3_asr(tmp_path / "theirs", tmp_path / "hf")
     texts = [replace(open_checkpoint(tmp_path / name).model, wrapper=None) for name in ("hf", "theirs")]
     assert texts[0] == texts[1]
     run(tmp_path / "hf", tmp_path / "megatron", "megatron", parallelism=Parallelism(tensor=2))
     run(tmp_path / "megatron", tmp_path / "back", "hf")
-    assert_same(stored(tmp_path / "back"), tensors)
+    assert_same(stored(tmp_path / "back"), stored(tmp_path / "hf"))
     export(tmp_path / "hf", tmp_path / "fp8")
     codes = {name for name, tensor in stored(tmp_path / "fp8").items() if tensor.dtype == torch.float8_e4m3fn}
     assert codes and all(name.startswith("thinker.model.layers.") for name in codes)

@@ -1,6 +1,8 @@
 """Tiny random models of images or sound, of real architectures, by transformers itself."""
 
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -400,6 +402,33 @@ def as_published(kind: str, name: str, tensor: torch.Tensor) -> tuple[str, torch
         name = pico.PUBLISHED["hy_v4"](name).replace(".hc_head.hc_pre.", ".hc_head.")
     name = name.replace("vision_tower.encoder.patch_embed.", "vision_tower.patch_embed.")
     return name.replace("model.mm_projector.", "mm_projector."), tensor
+
+
+_PUBLISHED_ASR = {
+    r"^model\.language_model\.": "thinker.model.",
+    r"^model\.multi_modal_projector\.linear_": "thinker.audio_tower.proj",
+    r"^model\.audio_tower\.": "thinker.audio_tower.",
+    r"^lm_head\.": "thinker.lm_head.",
+}
+
+
+def publish_qwen3_asr(theirs: Path, directory: Path, **top: Any) -> None:
+    """Save a `qwen3_asr` that transformers saved in the form of Qwen's own code, which has other names, a
+    `thinker_config`, and rotary embeddings of positions in several dimensions; with `top` in its config.json."""
+    shutil.copytree(theirs, directory)
+    tensors = stored(theirs)
+    for here, there in _PUBLISHED_ASR.items():
+        tensors = {re.sub(here, there, name): tensor for name, tensor in tensors.items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((theirs / "config.json").read_text())
+    text = config["text_config"]
+    base = text.pop("rope_parameters")["rope_theta"]
+    rope = {"interleaved": True, "mrope_interleaved": True, "mrope_section": [4, 6, 6]}
+    rope |= dict.fromkeys(("rope_type", "type"), "default")
+    thinker = {"model_type": "qwen3_asr", "audio_config": config["audio_config"]}
+    thinker["text_config"] = text | {"rope_theta": base, "rope_scaling": rope}
+    published = {"model_type": "qwen3_asr", "architectures": config["architectures"], "thinker_config": thinker}
+    (directory / "config.json").write_text(json.dumps(published | {"dtype": "bfloat16"} | top))
 
 
 def stored(directory: Path) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import any_models
 import environments
 import pytest
+import tiny_wrappers
 import torch
 from in_vllm import left_out_of, load_in_vllm
 
@@ -42,3 +43,17 @@ def test_vllm_holds_every_tensor_of_an_export_of_any_model(
     stored = any_models.stored(exports[case])
     assert sum(tensor.dtype == torch.float8_e4m3fn for tensor in stored.values()) > 0
     assert left_out_of(exports[case], stored) == []
+
+
+def test_vllm_holds_every_tensor_of_a_qwen3_asr_in_either_form(tmp_path: Path) -> None:
+    forms = "theirs", "published"
+    tiny_wrappers.save(tmp_path / forms[0], "qwen3_asr", dtype=torch.bfloat16)
+    tiny_wrappers.publish_qwen3_asr(*(tmp_path / form for form in forms))
+    exports = [tmp_path / f"{form}-fp8" for form in forms]
+    for form, out in zip(forms, exports, strict=True):
+        any_models.export(tmp_path / form, out)
+    load_in_vllm(environments.vllm(), *exports)
+    for out in exports:
+        stored = any_models.stored(out)
+        assert sum(tensor.dtype == torch.float8_e4m3fn for tensor in stored.values()) == 14
+        assert left_out_of(out, stored) == []
