@@ -417,6 +417,20 @@ def test_gemma_4_that_megatron_fsdp_saved_comes_back(which: str, tmp_path: Path)
     assert_comes_back((hf, made), saved, tmp_path)
 
 
+@pytest.mark.soak
+def test_the_text_model_of_gemma_4_that_bridge_trained_alone_comes_back(tmp_path: Path) -> None:
+    hf, made = trained(tmp_path, "gemma4", **ONE_PATTERN, **GEMMA_4["experts"])
+    text = {n.removeprefix("language_model."): t for n, t in made.items() if n.startswith("language_model.")}
+    theirs = {n.removeprefix("language_model."): t for n, t in of_gemma_4(text, [True, False] * 2, 1).items()}
+    (tmp_path / "alone").mkdir()
+    config = json.loads((hf / "config.json").read_text())["text_config"]
+    (tmp_path / "alone" / "config.json").write_text(json.dumps(config))
+    run(save(tmp_path / "bridge", theirs), tmp_path / "out", "hf", reference=tmp_path / "alone")
+    of_text = {n.replace("language_model.", ""): t for n, t in stored(hf).items() if ".language_model." in n}
+    after = stored(tmp_path / "out")
+    assert after.keys() == of_text.keys() and all(torch.equal(after[name], tensor) for name, tensor in of_text.items())
+
+
 def test_of_kinds_of_layers_that_no_config_json_tells_apart_it_is_asked_for(tmp_path: Path) -> None:
     name = "decoder.layers.0.self_attention_sliding.linear_proj.weight"
     save(tmp_path / "bridge", {"embedding.word_embeddings.weight": torch.ones(4, 4), name: torch.ones(4, 4)})
