@@ -309,7 +309,9 @@ TEXT_MODELS: Mapping[str, TextModel] = {
         | {"head_dim": None, "rope_theta": 1e6},
         _NO_WINDOW,
     ),
-    "qwen3_asr_text": TextModel("qwen3", _sizes(151936, 4096, 22016, 32, 32, 32, 128000) | {"rope_theta": 5e6}),
+    "qwen3_asr_text": TextModel(
+        "qwen3", _sizes(151936, 4096, 22016, 32, 32, 32, 128000) | {"head_dim": 128, "rope_theta": 5e6}
+    ),
     "exaone4_5_text": TextModel("exaone4"),
     "paddleocr_vl_text": TextModel(
         "llama",

@@ -97,7 +97,7 @@ def with_plain_masters(stored: Mapping[str, dcp_metadata.DcpTensor]) -> dict[str
 def model_prefix(keys: Mapping[str, object]) -> str:
     """The prefix of all names of the text model, found at the word embedding: `module.` or `model.` in NeMo's
     checkpoints, `model.module.` in fsdp_dtensor, empty in others; behind it, in Megatron-Bridge's wrappers,
-    `language_model.`"""
+    `language_model.`, which may be within `thinker.` or `llava_model.`"""
     found = (key.removesuffix(EMBEDDING) for key in keys if key.endswith(EMBEDDING) and not of_optimizer(key))
     prefix = min(found, key=len, default="")
     return prefix if not prefix or prefix.endswith(".") else ""
