@@ -120,9 +120,9 @@ def _blocks(
     return (*(BridgeRow(block + there, hf + here) for there, here in (norms | names).items()), *qkv)
 
 
-def _prediction_layers(block: str) -> tuple[BridgeRow, ...]:
+def _prediction_layer() -> tuple[BridgeRow, ...]:
     """The prediction layer of EXAONE 4.5, which transformers passes over, and which travels with the towers."""
-    layer = f"mtp.layers.*.{block}."
+    layer = "mtp.layers.*.transformer_layer."
     norms = {
         "self_attention.q_layernorm": "self_attn.q_norm",
         "self_attention.k_layernorm": "self_attn.k_norm",
@@ -176,8 +176,7 @@ _EXAONE_4_5 = (
     BridgeRow("mtp.layers.0.hnorm.weight", "mtp.pre_fc_norm_hidden.weight"),
     BridgeRow("mtp.layers.0.eh_proj.weight", "mtp.fc.weight"),
     BridgeRow("mtp.layers.0.final_layernorm.weight", "mtp.norm.weight"),
-    *_prediction_layers("transformer_layer"),
-    *_prediction_layers("mtp_model_layer"),  # as Megatron-Core calls it since 0.17, and mostly not in files
+    *_prediction_layer(),
 )
 
 NEMOTRONS = (

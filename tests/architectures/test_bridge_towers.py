@@ -649,7 +649,9 @@ def test_a_nemotron_without_a_part_of_what_it_hears_with_is_refused(tmp_path: Pa
 
 
 @pytest.mark.skipif("exaone4_5" not in WRAPPERS, reason="of transformers 5.23")
-def test_exaone_4_5_with_gated_mlps_and_a_prediction_layer_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layer", ["mtp_model_layer", *in_soak("transformer_layer")])
+def test_exaone_4_5_with_gated_mlps_and_a_prediction_layer_comes_back(layer: str, tmp_path: Path) -> None:
+    """By the name that modules have since Megatron-Core 0.17, and by that of torch_dist."""
     torch.manual_seed(1)
     shapes = {"q": (128, 128), "k": (64, 128), "v": (64, 128), "gate": (96, 128), "up": (96, 128)}
     parts = {part: torch.randn(shape).bfloat16() for part, shape in shapes.items()}
@@ -662,7 +664,8 @@ def test_exaone_4_5_with_gated_mlps_and_a_prediction_layer_comes_back(tmp_path: 
         "transformer_layer.self_attention.linear_qkv": interleaved(parts["q"], parts["k"], parts["v"], 2),
         "transformer_layer.mlp.linear_fc1": torch.cat([parts["gate"], parts["up"]]),
     }
-    tensors |= {f"language_model.mtp.layers.0.{name}.weight": tensor for name, tensor in (others | fused).items()}
+    of_mtp = {name.replace("transformer_layer", layer): tensor for name, tensor in (others | fused).items()}
+    tensors |= {f"language_model.mtp.layers.0.{name}.weight": tensor for name, tensor in of_mtp.items()}
     assert_comes_back((hf, tensors), save(tmp_path / "bridge", tensors), tmp_path)
 
 

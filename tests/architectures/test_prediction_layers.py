@@ -12,6 +12,8 @@ from typing import Any
 import pico
 import pytest
 import torch
+import torch.distributed.checkpoint
+from conversions import run
 from in_memory import recorded, to_hf, to_megatron
 from safetensors.torch import load_file, save_file
 from soaking import in_soak
@@ -147,6 +149,21 @@ def test_the_trainer_carries_exactly_the_parameters_of_the_plan(tmp_path: Path, 
     assert {name: tuple(each.shape) for name, each in model.named_parameters()} == {
         name: tuple(each.shape) for name, each in megatron.tensors.items()
     }
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_megatron_fsdp_saves_the_name_that_modules_have(tmp_path: Path) -> None:
+    """`mtp_model_layer` since Megatron-Core 0.17, which torch_dist calls `transformer_layer`
+    (multi_token_prediction.py)."""
+    tensors = published(tmp_path / "hf", "exaone-moe")
+    made = to_megatron(HuggingFaceReader(tmp_path / "hf")).tensors
+    modules = {f"model.module.{n.replace('transformer_layer', 'mtp_model_layer')}": t for n, t in made.items()}
+    assert any(".mtp_model_layer." in name for name in modules)
+    writer = torch.distributed.checkpoint.FileSystemWriter(tmp_path / "fsdp")
+    torch.distributed.checkpoint.save(modules, storage_writer=writer, no_dist=True)
+    run(tmp_path / "fsdp", tmp_path / "out", "hf", reference=tmp_path / "hf")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)
 
 
 @pytest.mark.parametrize("family", NAMES)

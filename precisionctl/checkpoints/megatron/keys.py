@@ -59,6 +59,16 @@ _ONE_EXPERT = re.compile(
 _SHARD = re.compile(r"(.+)/shard_(\d{1,9}(?:\.\d{1,9})?)_\d+(?:\.\d+)?")
 
 
+_OF_GPT_MTP = re.compile(r"\.mtp_model_layer\.(?!layers\.)")
+
+
+def as_in_torch_dist(name: str) -> str:
+    """A name of modules with what torch_dist has for the layer of a prediction layer, `transformer_layer`, where it is
+    `mtp_model_layer` since 0.17. Of hybrid models, whose prediction layers have several, torch_dist has this name too
+    (multi_token_prediction.py, sharded_state_dict)."""
+    return _OF_GPT_MTP.sub(".transformer_layer.", name) if ".mtp_model_layer." in name else name
+
+
 def expert_of(name: str) -> int | None:
     """The number of the expert, in the whole model, that a logical name belongs to; None if to none."""
     return without_expert(name)[1]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from precisionctl.checkpoints.chunks import Box
 from precisionctl.checkpoints.megatron.bridge_text import as_in_plans
-from precisionctl.checkpoints.megatron.keys import PARAMETER_STATE, leading, unstack
+from precisionctl.checkpoints.megatron.keys import PARAMETER_STATE, as_in_torch_dist, leading, unstack
 from precisionctl.checkpoints.megatron.norm_names import is_indexed, te_names
 from precisionctl.checkpoints.torch_files import dcp_metadata
 from precisionctl.checkpoints.torch_files.dcp_tensors import (
@@ -119,8 +119,8 @@ def _outer(prefix: str) -> str:
 
 def without_prefix(prefix: str, name: str) -> str:
     """A stored name without what all names begin with, or what those of towers do, beside a text model with this
-    `prefix`."""
-    return name.removeprefix(prefix if name.startswith(prefix) else _outer(prefix))
+    `prefix`; as torch_dist has it, whatever modules are called."""
+    return as_in_torch_dist(name.removeprefix(prefix if name.startswith(prefix) else _outer(prefix)))
 
 
 _CHAINED = re.compile(r"chained_\d+\.")

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from precisionctl.checkpoints.megatron.keys import without_expert
+from precisionctl.checkpoints.megatron.keys import as_in_torch_dist, without_expert
 from precisionctl.checkpoints.megatron.norm_names import te_names
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import COLUMNS, GATED_ROWS, REPLICATED, ROWS, Parallel
@@ -48,12 +48,7 @@ def local_names(state: Mapping[str, Any], where: object, indexed: bool) -> dict[
             raise DamagedCheckpoint(f"`{name}` is there twice, under two names", where=where)
         found[renamed] = value
     te = te_names(found, indexed)
-    return {_OF_GPT_MTP.sub(".transformer_layer.", te.get(name, name)): found[name] for name in found}
-
-
-_OF_GPT_MTP = re.compile(r"\.mtp_model_layer\.(?!layers\.)")
-"""Since 0.17, what torch_dist calls transformer_layer; of hybrid models, whose prediction layers have several of them,
-torch_dist has this name too (multi_token_prediction.py, sharded_state_dict)."""
+    return {as_in_torch_dist(te.get(name, name)): found[name] for name in found}
 
 
 _BEFORE_CORE = tuple(
