@@ -8,6 +8,8 @@ import importlib.util
 import time
 from functools import partial
 
+import torch
+
 from gpu_sections.common import Place, Report, Row, Shape, alone, attempt, batch, recipe_of, shapes, speed_of, wait
 from gpu_sections.peers import OURS, of_peer
 from precisionctl.conversion.ranks import Ranks
@@ -31,6 +33,7 @@ def measure(place: Place, report: Report) -> None:
 
 
 def of_core(shape: Shape, preset: str, place: Place) -> Row:
+    from precisionctl.mcore.core_model import make_config
     from precisionctl.mcore.core_run import CoreRun, core_world
     from precisionctl.mcore.stand_ins import stand_ins
 
@@ -39,7 +42,9 @@ def of_core(shape: Shape, preset: str, place: Place) -> Row:
     tokens = batch(shape, place)[:, 1:].flatten().cpu().numpy()
     rows = Rows(tokens, None, EqualRows(shape.rows, shape.length), padding=0, largest=shape.vocab - 1, digest="")
     with alone(place), stand_ins(), core_world(Ranks(), recipe) as world:
-        run = CoreRun(recipe, shape.model(layers), rows, world, None, Balance(), te=place.backend == "te")
+        te, model = place.backend == "te", shape.model(layers)
+        config = make_config(model, recipe, Balance(), te=te, dtype=torch.bfloat16, equal_rows=rows.has_equal_rows)
+        run = CoreRun(recipe, model, rows, world, None, config, te=te)
         start = time.perf_counter()
         run.update()
         wait(place)
