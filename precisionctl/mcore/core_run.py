@@ -122,8 +122,8 @@ class CoreRun:
             ),
             self.stages,
         )
-        config.finalize_model_grads_func = finalize_model_grads
-        config.grad_scale_func = self.optimizer.scale_loss
+        # Without the division by all targets: `_accumulate_gradients` divides the losses
+        config.finalize_model_grads_func = lambda stages, targets, **groups: finalize_model_grads(stages, **groups)
 
     def update(self) -> StepMetrics:
         """One optimizer step, on all ranks together; it changes nothing, but counts, if loss or norm is not finite.
@@ -169,10 +169,14 @@ class CoreRun:
 
     def _accumulate_gradients(self, batches: Sequence[Batch]) -> tuple[float, int]:
         """Forward and backward of an update by Megatron's schedule for these parallel sizes, which ends with gradients
-        that are reduced and divided by all targets. Returns the loss summed over the targets of all ranks, and their
-        number."""
+        that are reduced. Returns the loss summed over the targets of all ranks, and their number.
+
+        Losses are divided by it before the backward, as in the bundled trainer: Megatron would divide gradients after
+        it, whose amaxes in FP8 state would be as many times larger."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
+        targets = int(self._of_all_rows(sum(batch.targets for batch in batches)))
+        self.config.grad_scale_func = lambda losses: self.optimizer.scale_loss(losses) / targets
         for stage in self.stages:
             stage.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -186,18 +190,19 @@ class CoreRun:
             forward_only=False,
         )
         # The last stage has the losses, and each of its tensor ranks has the same
-        sums = torch.zeros(2, dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64)
         if passes and self.world.tensor_rank == 0:
-            sums = torch.stack([torch.stack(each) for each in passes]).sum(0).double().cpu()
-        total, targets = self.world.all_reduce_sum(sums).tolist()
-        return total, int(targets)
+            total = torch.stack(passes).sum().double().cpu()
+        return float(self.world.all_reduce_sum(total)), targets
+
+    def _of_all_rows(self, here: float) -> float:
+        """What all ranks have counted in their rows, each of which several have."""
+        copies = self.world.count // self.world.data_count
+        return float(self.world.all_reduce_sum(torch.tensor(here, dtype=torch.float64))) / copies
 
     def _cost(self, batches: Sequence[Batch]) -> PendingStepCost:
-        """What the host knows of an update's cost. All ranks share the FLOPs of all rows, each of which several may
-        have."""
-        here = training_flops(self.model, [length for batch in batches for length in batch.lengths])
-        copies = self.world.count // self.world.data_count
-        flops = float(self.world.all_reduce_sum(torch.tensor(here, dtype=torch.float64))) / copies
+        """What the host knows of an update's cost. All ranks share the FLOPs of all rows."""
+        flops = self._of_all_rows(training_flops(self.model, [n for batch in batches for n in batch.lengths]))
         cuda = self.device.type == "cuda"
         gpu = torch.cuda.max_memory_allocated() if cuda else 0
         gpu_bytes, most = self.world.all_reduce_max(torch.tensor([gpu, host_bytes()])).tolist()
@@ -220,7 +225,7 @@ def _check_buckets(stages: Sequence[Any]) -> None:
 
 def _forward(batches: Iterator[Batch], stage: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
     """Run a micro-batch through a stage. Returns the last stage's losses `[rows, length]` and a function that sums them
-    and counts the targets, by which Megatron divides gradients.
+    and counts the targets.
 
     Rows are padded at the right, which causal attention does not see. Routers get a mask, so that they do not count
     padding.
@@ -242,9 +247,9 @@ def _forward(batches: Iterator[Batch], stage: Any) -> tuple[Tensor, Callable[[Te
         padding_mask=_padding_of(stage, parts["padding"]),
     )
 
-    def summed(losses: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        total, targets = (losses.float() * learned).sum(), learned.sum()
-        return total, targets.int(), (total.detach(), targets)
+    def summed(losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        total = (losses.float() * learned).sum()
+        return total, learned.sum().int(), total.detach()
 
     return losses, summed
 

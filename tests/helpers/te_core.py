@@ -1,7 +1,8 @@
 """Megatron-Core in FP8 on Transformer Engine's own Python (`te_on_cpu`), for peers/test_te_on_cpu.py.
 
 `python te_core.py PLACE` trains from the source that `make` made there, whose FP8 state is recorded, and writes
-`losses.json`: of the bundled trainer, of Megatron-Core, and of Megatron-Core that goes on from its first iteration. On
+`losses.json`: of the bundled trainer, of Megatron-Core, and of Megatron-Core that goes on from its first iteration; and
+`gradients.json`: for each linear, the newest amax of its gradients in Megatron-Core over the bundled trainer's. On
 several ranks, which share experts, it trains one step, and each writes `states.RANK.json`: for each linear that keeps
 state, whether it began with the source's.
 """
@@ -24,6 +25,7 @@ from judges import LLAMA_3_1
 from training import make_source, make_text, settings
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.grouped import in_columns
 from precisionctl.fp8.state import Fp8State
@@ -72,6 +74,16 @@ def alone(place: Path) -> None:
     shutil.copytree(place / "core" / "iter_0000003", place / "on" / "iter_0000003")
     losses["on"] = train(train_in_core.resume, place, "on")
     (place / "losses.json").write_text(json.dumps(losses))
+    bundled, core = (newest_of_gradients(place / out / "iter_0000003") for out in ("bundled", "core"))
+    (place / "gradients.json").write_text(json.dumps({name: core[name] / amax for name, amax in bundled.items()}))
+
+
+def newest_of_gradients(iteration: Path) -> dict[str, float]:
+    """The newest amax of `grad_output` of each linear, the largest of a group's."""
+    states = open_checkpoint(iteration).fp8
+    assert states is not None
+    linears = {name: state for name, state in states.modules.items() if "linear" in name}
+    return {name: float(one.roles["grad_output"].amax_history[..., -1].max()) for name, one in linears.items()}
 
 
 def by_ranks(place: Path, rank: int, ranks: int) -> None:

@@ -110,12 +110,34 @@ def test_tensor_ranks_on_te_s_own_python_are_one_process_and_those_that_are_emul
 def test_megatron_core_trains_on_te_s_own_python_from_recorded_state_and_goes_on(
     site: Path, tmp_path: Path, family: str
 ) -> None:
-    """As the bundled trainer under delayed scaling; and from what it has saved itself, to the last bit."""
+    """As the bundled trainer under delayed scaling, with gradients of the same size in the state that both share; and
+    from what it has saved itself, to the last bit."""
     te_core.make(tmp_path, family)
     run(site, str(HELPERS / "te_core.py"), str(tmp_path))
     losses = json.loads((tmp_path / "losses.json").read_text())
     assert losses["core"] == pytest.approx(losses["bundled"], rel=0.003)
     assert len(losses["on"]) == 3 and losses["core"][3:] == losses["on"]
+    ratios = json.loads((tmp_path / "gradients.json").read_text())
+    same = {name: ratio for name, ratio in ratios.items() if "experts" not in name}  # Megatron weighs inputs of these
+    assert len(same) >= 4 and all(0.5 < ratio < 2 for ratio in same.values()), ratios
+
+
+CORE = """
+import json
+import te_core
+with te_core.on_cpu():
+    from gpu_sections import common, core
+    common.Place.backend = property(lambda self: "te")
+    rows = []
+    core.measure(common.Place(small=True), rows.append)
+print(json.dumps(rows))
+"""
+
+
+def test_the_benchmark_measures_megatron_core_beside_ours(site: Path) -> None:
+    rows = json.loads(run(site, "-c", CORE).stdout.splitlines()[-1])
+    measured = [row["variant"] for row in rows if "tokens_per_second" in row]
+    assert measured == ["bf16", "fp8-delayed", "Megatron-Core BF16", "Megatron-Core fp8-delayed"]
 
 
 def test_ranks_that_share_experts_begin_with_the_state_of_theirs(site: Path, tmp_path: Path) -> None:
