@@ -110,6 +110,10 @@ KDA_PARTS = (*CONV_PARTS, "g", "gate")
 """Of Kimi delta attention's input projection (megatron/core/ssm/gated_delta_net/kda.py, of Megatron-LM's dev branch):
 the first three of it where decays and gates are projected in two steps."""
 
+GATED_QKV_PARTS = ("_qkv", "_gate")
+"""Of linear_qkv with a gate of each head (megatron/core/transformer/attention.py, of Megatron-LM's dev branch,
+apply_head_wise_attn_gate_sharded_factory)."""
+
 MIXER_PARTS = ("z", "x", "B", "C", "dt")
 MIXER_CONV_PARTS = MIXER_PARTS[1:4]
 """The same of a Mamba-2 mixer (megatron/core/ssm/mamba_mixer.py)."""

@@ -138,7 +138,7 @@ def _experts(old: nn.Module, module: str, plan: Plan, states: Fp8States, backend
     """The trainer's module for the experts of a layer, which transformers has in two tensors."""
     moe = plan.model.moe
     assert moe is not None, "there are experts"
-    new = Experts(module, plan.model, moe, backend)
+    new = Experts(module, plan.model, moe, backend, int(module.split(".")[2]))  # decoder.layers.N
     first = old.get_parameter("gate_up_proj" if plan.model.gated_linear_unit else "up_proj")
     weights = dict[str, Tensor]()
     for part, linear, stack in (

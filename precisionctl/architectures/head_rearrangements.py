@@ -86,6 +86,21 @@ class GroupedWithGate(MovesRows):
 
 
 @dataclass(frozen=True)
+class GroupedThenGates(MovesRows):
+    """Query, key and value as above, and behind those of all groups a row for the gate of each head, which is a tensor
+    of its own in Hugging Face (Step 3.5)."""
+
+    def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
+        grouped: Movable = QKV.merge(parts[:-1], model)
+        return concatenated([grouped, parts[-1]])
+
+    def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
+        parts: list[Movable] = cut_into(whole, model.qkv_parts)
+        query, key, value = QKV.split(parts[0], model)
+        return query, key, value, parts[1]
+
+
+@dataclass(frozen=True)
 class RotaryPairs(OfSingleRows):
     """Query, key and value of another permutation, in which the two numbers of a rotary pair are neighbouring rows of
     queries and keys, as in torchtitan. Hugging Face and Megatron have all first numbers of a head, then all second
@@ -158,6 +173,7 @@ class TurnedFirst(MovesRows):
 QKV = Grouped()
 QKV_TURNED_BACK = GroupedTurnedBack()
 QGKV = GroupedWithGate()
+QKV_GATES = GroupedThenGates()
 QUERY_PAIRS = LatentPairs(by_head=True)
 KEY_PAIRS = LatentPairs(by_head=False)
 INDEX_QUERIES = TurnedFirst(by_head=True)

@@ -144,7 +144,9 @@ class Row:
 
     def cut(self, model: ModelShape) -> Parallel:
         """How tensor parallelism cuts the Megatron tensor of a model."""
-        return replace(self.parallel, parts=attrgetter(self.parts)(model)) if self.parts else self.parallel
+        if self.parts is None:
+            return self.parallel
+        return replace(self.parallel, parts=attrgetter(self.parts)(self._in_its_layers(model)))
 
     def shapes(self, model: ModelShape, layout: Layout) -> tuple[tuple[int, ...], ...]:
         """Shapes of the row's tensors in one layout."""
@@ -215,8 +217,9 @@ class Either:
     """Two spellings of the same rows in Hugging Face, told apart by names, or by shapes where the names are the same.
     The stored one is read. Written is the second under the Naming `second_is`, the stored one under `as stored`, else
     the first. With `only_read` the first is written under `as stored` too, but the second where weights become codes
-    under its names again (gpt-oss). `also` is a third spelling, read and written like a stored second. `alone` is
-    written under `text alone`, if that is none of these."""
+    under its names again (gpt-oss). `also` is a third spelling, read and written like a stored second; with a Naming of
+    its own, `also_is`, under that, and under `as stored` whatever `only_read` says. `alone` is written under `text
+    alone`, if that is none of these."""
 
     first: tuple[Row, ...]
     second: tuple[Row, ...]
@@ -224,6 +227,7 @@ class Either:
     alone: tuple[Row, ...] = ()
     only_read: bool = False
     second_is: Naming | None = None
+    also_is: Naming | None = None
 
     def renamed(self, hf: Mapping[str, str], megatron: Mapping[str, str] | None = None) -> Either:
         """Both with parts of their names replaced, as a row's."""
@@ -257,9 +261,12 @@ class Either:
         """The spelling that is written where this one is read."""
         if naming == self.second_is or (self.only_read and _any_stored(self.second, codes, model)):
             return self.second
+        if naming == self.also_is:
+            return self.also
         if naming == "text alone" and self.alone:
             return self.alone
-        return read if naming == "as stored" and not self.only_read else self.first
+        only_read = self.only_read and not (self.also_is and read is self.also)
+        return read if naming == "as stored" and not only_read else self.first
 
 
 @dataclass(frozen=True)

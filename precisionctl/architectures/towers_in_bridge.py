@@ -221,6 +221,10 @@ TOWERS_IN_BRIDGE: Mapping[str, tuple[BridgeRow, ...]] = {
     "minimax_m3_vl": _as_they_are("vision_tower", "multi_modal_projector", "patch_merge_mlp"),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN_3),
     "exaone4_5": _EXAONE_4_5,
+    "step3p7": (
+        *_as_they_are("vision_model"),
+        BridgeRow("image_insert_embedding.align_projector.**", "vit_large_projector.**"),
+    ),
     **dict.fromkeys(
         ("qwen2_5_omni", "qwen3_omni_moe"), (*_as_they_are("visual", within="thinker."), _HEARS_WHAT_THINKS)
     ),
@@ -239,7 +243,7 @@ def _tensors(prefix: str, both: str = "", weights: str = "") -> tuple[str, ...]:
 ONCE = ""
 _DEPTH, _LAYERS = "vision_config.depth", "vision_config.num_hidden_layers"
 _VISUAL, _BLOCK, _SIGLIP = "model.visual", "model.visual.blocks.*", "vision_tower.vision_model"
-_PROJECTOR = "multi_modal_projector"
+_PROJECTOR, _RESBLOCK = "multi_modal_projector", "vision_model.transformer.resblocks.*"
 _CLIP = "layer_norm1 layer_norm2 mlp.fc1 mlp.fc2 self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.out_proj"
 _QWEN_3_5_TENSORS = {
     ONCE: _tensors(_VISUAL, "patch_embed.proj merger.norm merger.linear_fc1 merger.linear_fc2", "pos_embed"),
@@ -380,6 +384,20 @@ TENSORS_OF_TOWERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "exaone4_5": {
         ONCE: _tensors(_VISUAL, "merger.mlp.0 merger.mlp.2", "patch_embed.proj merger.ln_q"),
         _DEPTH: _tensors(_BLOCK, _GATED_MLP, "norm1 norm2"),
+    },
+    "step3p7": {
+        ONCE: (
+            *_tensors("vision_model", "ln_pre vit_downsampler1 vit_downsampler2", "conv1"),
+            "vision_model.positional_embedding",
+            "vit_large_projector.weight",
+        ),
+        "vision_config.layers": (
+            *_tensors(_RESBLOCK, "ln_1 ln_2 attn.out_proj mlp.c_fc mlp.c_proj"),
+            *(
+                f"{_RESBLOCK}.{name}"
+                for name in ("attn.in_proj_weight", "attn.in_proj_bias", "ls_1.gamma", "ls_2.gamma")
+            ),
+        ),
     },
 }
 """By `model_type`: the tensors that all towers of the kind have, under published names: those that are there `ONCE`,

@@ -244,6 +244,7 @@ WRAPPERS: Mapping[str, WrapperNames] = {
     ),
     "muse_glimmer": WrapperNames(*IN_MEMORY, text="muse_glimmer_text", mark="vision_adapter.fc1."),
     "muse_spark": WrapperNames(*IN_MEMORY, text="muse_spark_text", mark="vision_adapter.fc1."),
+    "step3p7": WrapperNames("model.", "lm_head.", text="step3p5", mark="downsampler1."),
     "glm_ocr": WrapperNames(*IN_MEMORY, text="glm_ocr_text", apart=_PREDICTION_OF_GLM_OCR, mark=_GATED_WITH_BIAS),
     "qianfan_ocr": WrapperNames(text="qwen3", mark="encoder.layers.0.ls1"),
     "nemotron_h_omni": replace(_NEMOTRON, mtp="language_model.mtp."),

@@ -1,5 +1,6 @@
 """SGLang: what it asks of a directory of codes. Read in SGLang 0.5.23; its config parsers were run, not its kernels."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -64,6 +65,8 @@ _INDEXERS = ("index_q_proj", "index_k_proj")
 """MiniMax-M3's, one linear beside that of attention: models/minimax_m3.py packed_modules_mapping."""
 _UNQUANTIZED = Unquantized(ROUTERS_AND_GATES)
 _list = partial(IgnoreList, unquantized=_UNQUANTIZED)
+_rules = partial(MethodRules, in_one={"step3p5": re.compile(r".+\.moe\.experts\.\d+\..+")})
+"""models/step3p5.py, load_weights, which takes experts out of three tensors for a layer alone."""
 _IGNORED_LAYERS = _list(("ignored_layers", "modules_to_not_convert"), BY_PATH, heads_apart=True, experts=BY_MODULE)
 
 ENGINE = Engine(
@@ -85,21 +88,21 @@ ENGINE = Engine(
         "w4a16": "compressed-tensors",
     },
     methods={
-        "compressed-tensors": MethodRules(
+        "compressed-tensors": _rules(
             formats=("NVFP4", "INT4", "INT8", "static", "dynamic", "block"),
             experts=("NVFP4", "INT4", "INT8", "static", "dynamic"),
             of_models={"kimi_k3": ("MXFP4",)},  # models/kimi_k3.py KimiK3MoE
             ignored=_list(("ignore",), BY_END_OR_REGEX, heads_apart=True, experts=FIRST_EXPERT),
             cache="casts keys and values with them",
         ),
-        "modelopt": MethodRules(
+        "modelopt": _rules(
             formats=("NVFP4", "static", "mxfp8"),
             ignored=_list(("ignore", "exclude_modules"), BY_PART_OR_GLOB, experts=BY_MODULE),
             ignored_in={"mxfp8": replace(_IGNORED_LAYERS, keys=("exclude_modules", "ignore"))},  # read as its own mxfp8
             cache="casts keys and values with them",
         ),
-        "mxfp8": MethodRules(formats=("mxfp8",), ignored=_IGNORED_LAYERS, cache="casts keys and values with them"),
-        "fp8": MethodRules(
+        "mxfp8": _rules(formats=("mxfp8",), ignored=_IGNORED_LAYERS, cache="casts keys and values with them"),
+        "fp8": _rules(
             formats=("block", "static", "per-tensor weights and dynamic"),
             ignored=_IGNORED_LAYERS,
             cache="casts keys and values with them",

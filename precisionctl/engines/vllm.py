@@ -311,7 +311,7 @@ ENGINE = Engine(
         published_by(IN_VLLM): EngineRule(
             f"its model fails without this key, or takes another model's value. {ADDED}",
             "vLLM 0.33 models/afmoe.py, deepseek_v2.py, glm4_moe_lite.py, hy_v3.py, lfm2.py, mimo_v2.py, "
-            "minimax_m2.py, transformers_utils/configs/muse_spark.py",
+            "minimax_m2.py, step3p5.py, transformers_utils/configs/muse_spark.py",
         ),
         of_shared_indexers: EngineRule(
             "without it every layer has an indexer", "vLLM 0.33 models/deepseek_v32/attention.py"

@@ -54,14 +54,15 @@ _EIGHT_BITS = re.compile(
     r"(?:qwen3_next|qwen3_5_moe_text) .+\.shared_expert_gate|gpt_oss .+\.router|"
     r"granitemoe\w* .+\.router\.layer|granite(?:moe)? (?:.+\.self_attn\.o_proj|.+mlp\.down_proj|lm_head)|"
     r"afmoe .+\.router\.gate|jamba .+\.router|laguna .+\.gate\.proj|lfm2_moe .+\.feed_forward\.gate|"
-    r"minimax_m(?:2|3_vl_text) .+\.block_sparse_moe\.gate"
+    r"minimax_m(?:2|3_vl_text) .+\.block_sparse_moe\.gate|step3p5 .+\.mlp\.gate\.gate"
 )
 """Modules that mlx-lm does not quantize, and those that it quantizes to 8-bit integers in groups of 64 whatever is
 asked for, by family and name (models/*.py: what is no Linear, Embedding, SwitchLinear or MultiLinear;
 quant_predicate)."""
 
 _KEPT_DTYPE = re.compile(
-    r"\w+ .+\.(?:e_score_correction_bias|expert_bias)|qwen3_5\w* .+\.A_log|kimi_linear .+\.(?:A_log|dt_bias)"
+    r"\w+ .+\.(?:e_score_correction_bias|expert_bias|router_bias)|qwen3_5\w* .+\.A_log|"
+    r"kimi_linear .+\.(?:A_log|dt_bias)"
 )
 """Tensors whose dtype is not changed (models/*.py, cast_predicate)."""
 

@@ -83,6 +83,9 @@ class ModelFields:
     """Clamps both halves of a gated MLP: the gate from above alone."""
     glu_offset: float = 0.0
     """Added to a gated MLP's linear half, after `activation_clamp`."""
+    swiglu_limits: tuple[float, ...] | None = None
+    """By layer: clamps both halves of dense MLPs and shared experts behind the activation, the gate from above alone;
+    0: does not."""
 
     # Positions
     position_embedding: Literal["rope", "learned_absolute", "alibi"] = "rope"
@@ -124,6 +127,8 @@ class ModelFields:
     """Sinks: each head has the score of one more key, whose value is zero."""
     attention_output_gate: bool = False
     """What heads give is multiplied by the sigmoid of as many channels, which the query projection makes too."""
+    head_wise_attn_gate: bool = False
+    """What a head gives is multiplied by the sigmoid of a number of its own, which linear_qkv makes too."""
     linear_gate: LinearGate | None = None
     """The output of heads is multiplied by a gate: a projection of the hidden states, through this function."""
     attention_output_norm: bool = False
@@ -198,6 +203,8 @@ class ModelFields:
     """Layers of multi-token prediction, made as the decoder's last one is, but with attention."""
     mtp_dense: bool = False
     """They have no experts, whatever the last layer has."""
+    mtp_output_layers: bool = False
+    """Each has an output layer of its own."""
     wrapper: Wrapper | None = None
     """The model of images or sound that this is the text model of."""
 

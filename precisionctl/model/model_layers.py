@@ -18,6 +18,8 @@ class ModelLayers(ModelFields):
         freq = self.moe.layer_freq if self.moe else None
         by_layer: dict[str, Any] = {"window_layers": self.window_layers, "rope_layers": self.rope_layers}
         by_layer["moe_layer_freq"] = freq
+        by_layer["swiglu_limits"] = self.swiglu_limits
+        by_layer["moe.swiglu_limits"] = self.moe.swiglu_limits if self.moe else None
         by_layer["linear_attention_freq"] = self.gdn.layers if self.gdn else None
         by_layer["layers with a short convolution"] = self.short_conv.layers if self.short_conv else None
         by_layer["hybrid_override_pattern"] = self.mamba.pattern if self.mamba else None

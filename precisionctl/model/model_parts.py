@@ -91,7 +91,8 @@ class MoE:
     without weights, whose output is multiplied by a vector and by hidden_size^(-1/2). The weight of an expert for a
     token is multiplied by a factor of that expert. With `post_layernorm` (A.X K1) the sum of routed and shared experts
     is normalised, in a model without norms behind blocks. `activation_clamp` (Hunyuan 4) is that of routed experts
-    alone; ModelShape's is that of all MLPs.
+    alone; ModelShape's is that of all MLPs. So are `swiglu_limits` (Step 3.5); ModelShape's are not those of routed
+    experts.
     """
 
     num_experts: int
@@ -118,6 +119,7 @@ class MoE:
     expert_bias_on_logits: bool = False
     post_layernorm: bool = False
     activation_clamp: float | None = None
+    swiglu_limits: tuple[float, ...] | None = None
     expert_norms: bool = False
     logit_multiplier: float = 1.0
 

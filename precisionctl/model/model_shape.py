@@ -104,8 +104,10 @@ class ModelShape(ModelLayers):
     @property
     def of_experts(self) -> "ModelShape":
         """The model whose MLPs compute between their linears what its routed experts do."""
-        clamp = self.moe.activation_clamp if self.moe else None
-        return self if clamp is None else replace(self, activation_clamp=clamp)
+        if self.moe is None:
+            return self
+        clamp = self.activation_clamp if self.moe.activation_clamp is None else self.moe.activation_clamp
+        return replace(self, activation_clamp=clamp, swiglu_limits=self.moe.swiglu_limits)
 
     @property
     def rotary_size(self) -> int:
@@ -119,9 +121,15 @@ class ModelShape(ModelLayers):
 
     @property
     def qkv_size(self) -> int:
-        """Rows of the fused query, key and value projection, with the output gate."""
+        """Rows of the fused query, key and value projection, with output gates."""
+        return sum(self.qkv_parts)
+
+    @property
+    def qkv_parts(self) -> tuple[int, int]:
+        """Rows of groups, and those that make a gate of each head."""
         queries = self.num_attention_heads * (1 + self.attention_output_gate)
-        return (queries + self.num_query_groups) * self.kv_channels + self.value_size
+        groups = (queries + self.num_query_groups) * self.kv_channels + self.value_size
+        return groups, self.num_attention_heads * self.head_wise_attn_gate
 
     @property
     def projection_size(self) -> int:
@@ -324,6 +332,10 @@ class ModelShape(ModelLayers):
     @property
     def xielu(self) -> bool:
         return self.activation == "xielu"
+
+    def swiglu_limit(self, layer: int) -> float:
+        """What a layer's MLP is clamped to behind its activation; 0 where it is not."""
+        return self.swiglu_limits[layer] if self.swiglu_limits else 0.0
 
     def ffn_size(self, layer: int) -> int:
         """Channels of a layer's dense MLP."""

@@ -15,7 +15,7 @@ STORED = (
 
 TENSORS = (
     *("qkv_bias", "proj_bias", "mlp_bias", "output_bias", "norm_bias", "norm_weight", "mtp_num_layers", "mtp_dense"),
-    *("stores_unused", "hf_expert_bias"),
+    *("mtp_output_layers", "stores_unused", "hf_expert_bias"),
 )
 """Fields for tensors that not every model has. Biases of zeros and norms that multiply by 1, which one layout may have
 and the other not, change no function, and no logits come from prediction layers."""
@@ -124,8 +124,16 @@ _OF_LAYERS: Mapping[str, Callable[[ModelShape, int], bool]] = {
 
 _UNUSED: Sequence[tuple[tuple[str, ...], Callable[[ModelShape], bool]]] = (
     (("ffn_hidden_size",), lambda model: not _in_any(model, ModelShape.has_dense_mlp)),
-    (("activation", "gated_linear_unit", "activation_clamp", "glu_offset"), lambda model: not _has_mlps(model)),
-    (("activation_clamp", "glu_offset"), lambda model: not model.gated_linear_unit),
+    (
+        ("activation", "gated_linear_unit", "activation_clamp", "glu_offset", "swiglu_limits"),
+        lambda model: not _has_mlps(model),
+    ),
+    (
+        ("activation_clamp", "glu_offset", "swiglu_limits", "moe.swiglu_limits"),
+        lambda model: not model.gated_linear_unit,
+    ),
+    (("swiglu_limits",), lambda model: not any(model.swiglu_limits or ())),
+    (("moe.swiglu_limits",), lambda model: model.moe is None or not any(model.moe.swiglu_limits or ())),
     (
         ("use_double_wide_mlp",),
         lambda model: not model.num_kv_shared_layers or (model.moe is not None and all(model.moe.layer_freq)),

@@ -138,15 +138,20 @@ def _hf_specs(source: PlanSource) -> Mapping[str, TensorSpec]:
 def _as_stored(source: PlanSource, rows: Iterable[Row]) -> ModelShape:
     """The source's model, corrected by the tensors that it stores. Without tensors of them it has no multi-token
     prediction layers, whatever its config says, and with tensors that nothing reads it `stores_unused`: transformers
-    drops both. If a family's files may lack `expert_bias`, and no layer has one, the model has none in Hugging Face."""
+    drops both. Megatron-Bridge drops output layers of prediction layers. If a family's files may lack `expert_bias`,
+    and no layer has one, the model has none in Hugging Face."""
 
     def any_stored(some: Iterable[Row], place: Place) -> bool:
         return any(name in source.specs for row in some for name in names(row, source.layout, place))
 
     model = source.model
     of_mtp = [row for row in rows if row.of_prediction and not row.of_experts]
-    if of_mtp and not any_stored(of_mtp, {"mtp": 0, "mtp_layer": model.num_layers}):
-        model = dataclasses.replace(model, mtp_num_layers=0, mtp_dense=False)
+    if of_mtp:  # of a model without a table no number of layers is known
+        first = {"mtp": 0, "mtp_layer": model.num_layers}
+        if not any_stored(of_mtp, first):
+            model = dataclasses.replace(model, mtp_num_layers=0, mtp_dense=False)
+        if not any_stored((row for row in of_mtp if row.present.hf == "mtp_output_layers"), first):
+            model = dataclasses.replace(model, mtp_output_layers=False)
     places = [(row, next(row.places(model), None)) for row in rows]
     if any(row.unused and place is not None and any_stored([row], place) for row, place in places):
         model = dataclasses.replace(model, stores_unused=True)

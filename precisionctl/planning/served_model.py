@@ -90,13 +90,15 @@ def _cuts(row: Row, model: ModelShape) -> Sequence[Cut]:
 
 
 def _parts_of_qkv(row: Row, model: ModelShape, sizes: Sequence[int]) -> list[Part]:
-    """Queries, with gates if these are a tensor of their own; keys; values, if they are others."""
+    """Queries, with gates if these are a tensor of their own; keys; values, if they are others; gates of heads."""
     attention = model.attention_of(in_window=row.layers != "global")
+    gates = [Part(sizes[-1])] if attention.head_wise_attn_gate else []
+    sizes = sizes[: len(sizes) - len(gates)]
     groups = attention.num_query_groups
     channels = [attention.kv_channels, *([] if attention.keys_are_values else [attention.value_channels])]
     keys = [Part(groups * each, groups) for each in channels]
     queries = sizes[: -len(keys)] or [sizes[0] - sum(part.size for part in keys)]
-    return [*map(Part, queries), *keys]
+    return [*map(Part, queries), *keys, *gates]
 
 
 def _parts(row: Row, model: ModelShape) -> list[Part]:

@@ -47,6 +47,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 PREFIXES = {
     "gemma3": {"multi_modal_projector.mm_soft_emb_norm": "multi_modal_projector.mm_soft_embed_norm"},
     "glm4v_moe": {"model.": ""},
+    "step3p7": {"vit_large_projector": "image_insert_embedding.align_projector"},
 }
 """What Bridge calls otherwise of towers that are Hugging Face's modules."""
 
@@ -241,7 +242,7 @@ def test_qwen3_vl_of_bridge_0_3_whose_tower_is_hugging_faces_comes_back(qwen: Ru
     assert_comes_back(qwen, save(tmp_path / "bridge", text | of_towers), tmp_path)
 
 
-OTHERS = ("qwen2_5_vl", "glm4v_moe", "mistral3", "kimi_k25", "qwen2_audio")
+OTHERS = ("qwen2_5_vl", "glm4v_moe", "mistral3", "kimi_k25", "qwen2_audio", "step3p7")
 ALIKE_QWEN_3 = ("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 

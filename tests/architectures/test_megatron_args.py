@@ -122,7 +122,7 @@ def test_arguments_that_no_family_fits_are_refused_with_what_adding_one_takes(ch
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("head_wise_attn_gate", True),
+        ("rotary_base_per_layer", 5e6),
         ("position_embedding_type", "mrope"),
         ("use_mup", True),
         ("enable_mhc_connections", True),

@@ -90,7 +90,7 @@ def test_numbers_that_are_steps_from_the_end_farther_from_zero_have_the_codes_th
 
 FAMILIES = ("qwen3-moe", "mamba2", "nemotron-h", "deepseek-v3", "gpt-oss", "granite-moe", "qwen3-next", "exaone-moe")
 RENAMED = ("llama-tied", "granite-hybrid-dense", "granite-hybrid", "laguna", "lfm2-moe", "mixtral", "jamba", "ling-2")
-MORE = ("gemma4-moe", "mistral4", "kimi-linear", "gpt-neox", "gpt-j")
+MORE = ("gemma4-moe", "mistral4", "kimi-linear", "gpt-neox", "gpt-j", "step3p5")
 OF_THEIR_CLASS = {**dict.fromkeys(("gpt-neox", "gpt-j"), {"intermediate_size": 256}), "ling-2": {"head_dim": 16}}
 
 

@@ -67,7 +67,7 @@ def test_encode_makes_another_plan_and_the_same_one_each_time(tmp_path: Path, po
     assert sorted(written) == sorted(first.targets), "every tensor of the result is written by one job"
 
 
-OTHER_FORMS = {"gemma4-moe", "mistral4", "minimax-m3", "llama4", "hy4", "lara-mini"}
+OTHER_FORMS = {"gemma4-moe", "mistral4", "minimax-m3", "llama4", "hy4", "lara-mini", "step3p5"}
 """Families whose experts, or other weights, engines read under names that transformers does not: it lacks them."""
 UNREAD = {"gpt2", "deepseek-v4"}
 """Families that vLLM does not read in this scheme."""

@@ -49,6 +49,7 @@ _OF_FAMILIES = {
     "mamba2": {"num_heads": 128, "head_dim": 4, "state_size": 32},
     "gpt-bigcode": {"n_head": 2, "num_attention_heads": 2},  # whose one key-value head is a block
     "falcon": {"num_attention_heads": 2},
+    "step3p5": {"head_dim": 64, "share_expert_dim": 128},
     "deepseek-v4": {"q_lora_rank": 128, "o_lora_rank": 128, "head_dim": 128, "index_head_dim": 128},
 }
 

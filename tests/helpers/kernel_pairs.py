@@ -33,7 +33,7 @@ def pairs(device: str, dtype: torch.dtype) -> Iterator[Pair]:
             yield f"rope, {rotated} pairs of {size}", kernel.cpu(), expected
     values, gradient = torch.randn(3, 5, 3000).to(dtype), torch.randn(3, 5, 1500).to(dtype)
     on_device, here = values.to(device, copy=True).requires_grad_(), values.requires_grad_()
-    kernel, expected = gpu_kernels.SwiGLU.apply(on_device), activate(here, MODEL)
+    kernel, expected = gpu_kernels.SwiGLU.apply(on_device), activate(here, MODEL, 0)
     kernel.backward(gradient.to(device))
     expected.backward(gradient)
     assert on_device.grad is not None and here.grad is not None

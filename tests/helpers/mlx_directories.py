@@ -97,6 +97,12 @@ OTHERS = {
     "bailing_moe": {".mlp.gate.weight": ".mlp.gate.gate_proj.weight"},
     "gpt_neox": {"gpt_neox.layers.": "model.h.", "gpt_neox.": "model.", "embed_out.": "model.embed_out."},
     "gptj": {"transformer.": "model."},
+    "step3p5": {
+        ".moe.gate.": ".mlp.gate.gate.",
+        ".moe.router": ".mlp.gate.router",
+        ".moe.": ".mlp.switch_mlp.",
+        ".share_": ".mlp.share_",
+    },
     "kimi_linear": {"block_sparse_moe.gate.e_": "mlp.e_", "block_sparse_moe.": "mlp.", "_conv1d.": "_conv.conv."} | W,
 }
 """Parts of names that are others, by `model_type`."""
@@ -134,7 +140,7 @@ def rename(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> None:
         elif name.endswith("output_linear.weight"):
             path = name.replace("shared_mlp.output_linear", "mlp.down_proj")
             tensors[path.replace("output_linear", "switch_mlp.down_proj")] = tensors.pop(name)
-        elif family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text") and PLUS_ONE.fullmatch(name):
+        elif family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "step3p5") and PLUS_ONE.fullmatch(name):
             tensors[name] = tensors[name] + 1
     tensors.update({name: torch.stack(parts) for name, parts in stacks.items()})
 

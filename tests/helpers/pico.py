@@ -49,6 +49,11 @@ if "glm5_next_text" in CONFIG_MAPPING:
 
     AutoModelForCausalLM._model_mapping._extra_content[Glm5NextForCausalLM.config_class] = Glm5NextForCausalLM
 
+if "step3p5" in CONFIG_MAPPING:
+    from step3p5 import Step3p5ForCausalLM
+
+    AutoModelForCausalLM._model_mapping._extra_content[Step3p5ForCausalLM.config_class] = Step3p5ForCausalLM
+
 for _alone in muse.CLASSES:
     AutoModelForCausalLM._model_mapping._extra_content[_alone.config_class] = _alone
 
@@ -767,6 +772,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 48,
         "rope_parameters": {"full_attention": YARN_ROPE | {"beta_fast": 64.0, "beta_slow": 1.0}},
+    },
+    "step3p5": {
+        "model_type": "step3p5",
+        "pad_token_id": 1,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "attention_other_setting": {"attention_type": "sliding_attention", "num_attention_heads": 32},
+        "head_dim": 16,
+        "sliding_window": 8,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "rope_theta": [5e6, 1e4, 1e4, 5e6],
+        "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5],
+        "rope_scaling": {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"},
+        "yarn_only_types": ["full_attention"],
+        "moe_layers_enum": "1,2,3",
+        "moe_num_experts": 8,
+        "moe_top_k": 3,
+        "moe_intermediate_size": 32,
+        "share_expert_dim": 48,
+        "moe_router_scaling_factor": 3.0,
+        "swiglu_limits": [0.0, 0.0, 0.1, 0.2],
+        "swiglu_limits_shared": [0.3, 0.0, 0.0, 0.1],
     },
     "phimoe": {
         "model_type": "phimoe",

@@ -181,6 +181,11 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 16,
         "rope_parameters": MROPE | {"mrope_section": [2, 3, 3]},
     },
+    "step3p7": {
+        **{name: its for name, its in pico.FAMILIES.get("step3p5", {}).items() if name not in TEXT},
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,  # with gates, rows that FP8 GEMMs take
+    },
     "muse_glimmer": {"model_type": "muse_glimmer_text", "sliding_window": 8, "qk_scale_factor": 1.5},
     "muse_spark": {
         **{name: its for name, its in pico.FAMILIES.get("muse-spark", {}).items() if name not in TEXT},

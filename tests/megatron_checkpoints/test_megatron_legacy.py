@@ -316,6 +316,7 @@ def test_parameters_are_cut_as_the_rows_of_every_family_say(model_type: str) -> 
     for entry in table.rows:
         for row in [entry] if isinstance(entry, Row) else [*entry.first, *entry.second]:
             name = re.sub(r"\{\w+\}", "0", row.megatron)
-            # by shapes, and of delta nets and Mamba's mixers by arguments
-            if not re.search(r"(_q_down_proj|_kv_down_proj|\.[qk]_layernorm)\.weight$|\.(in_proj|conv1d)\.\w+$", name):
+            # by shapes, and of delta nets, Mamba's mixers and gates of heads by arguments
+            by_shape = re.search(r"(_q_down_proj|_kv_down_proj|\.[qk]_layernorm)\.weight$", name)
+            if not by_shape and not re.search(r"\.(in_proj|conv1d)\.\w+$", name) and not row.parallel.names:
                 assert parallel_of(name, row.parallel == GATED_ROWS) == row.parallel, name

@@ -22,6 +22,7 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
     **dict.fromkeys(("afmoe", "deepseek-v3.2", "exaone-moe", "glm-moe-dsa", "hy-v3", "hy4", "lfm2-moe"), {}),
     **dict.fromkeys(("mellum", "mimo-v2-flash", "minimax-m2", "mistral4", "muse-glimmer"), {}),
     "lfm2": {"tie_word_embeddings": True},  # vLLM knows no other
+    "step3p5": {"swiglu_limits": [0.0, 0.0, 0.0, 7.0]},  # nor this
     "glm4-moe-lite": {"mlp_layer_types": ["dense", "sparse", "sparse"]},  # others vLLM does not know
 }
 WRAPPERS: Mapping[str, dict[str, Any]] = {
@@ -32,7 +33,8 @@ WRAPPERS: Mapping[str, dict[str, Any]] = {
         "rope_parameters": tiny_wrappers.MROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.25}
     },
 }
-"""With what vLLM and transformers' class both compute; Kimi K3, Flint and Qwen4-Exp ask for a GPU's packages."""
+"""With what vLLM and transformers' class both compute; Kimi K3, Flint and Qwen4-Exp ask for a GPU's packages, and vLLM
+takes the published class of Step 3.7's config alone."""
 
 
 @pytest.fixture(scope="module")

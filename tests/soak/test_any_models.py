@@ -119,7 +119,8 @@ def test_transformers_finds_every_weight_of_every_export_in_compressed_tensors(t
 
 MORE_BY_TABLE = (
     *("exaone", "sarvam-mla", "sarvam-moe"),  # the class that has published names, in config.json
-    *("gemma4-moe", "hy4", "lara-mini", "minimax-m3", "mistral4"),  # experts one by one, as engines look for them
+    # experts one by one, as engines look for them
+    *("gemma4-moe", "hy4", "lara-mini", "minimax-m3", "mistral4", "step3p5"),
     *("glm-5.3", "jamba", "kimi-k3", "muse-spark", "qwen4"),  # linears that engines compute in BF16
     *("ling-3", "olmo-hybrid", "olmo-hybrid-rope"),  # projections that another name would leave as values
 )

@@ -45,11 +45,13 @@ _USUAL: Mapping[str, Any] = {
     "use_rotary_position_embeddings": False,  # the older word for position_embedding_type
     "apply_query_key_layer_scaling": False,
 }
+_BASES = "rotary_base_per_layer"
+"""Of Megatron-LM's dev branch; Megatron-Bridge says it for Step 3.5."""
 # what no table here has, and a model with it would be another one
 WITHOUT = (
     *("heterogeneous_block_specs", "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
     *("apply_residual_connection_post_layernorm", "moe_router_topk_limited_devices"),
-    *("head_wise_attn_gate", "rotary_base_per_layer", "use_mup"),
+    *(_BASES, "use_mup"),
     *("enable_hyper_connections", "enable_mhc_connections"),  # but the first beside DeepSeek-V4's attention
     *("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"),  # rows of gate and up in turns
 )
@@ -61,6 +63,8 @@ _SAME_NAME = (
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 GRANULARITY = "gated_attention_proj_granularity"
 """What an output gate has a number for: of latent attention each head (`headwise`), on Megatron-LM's dev branch."""
+HEAD_WISE_GATE = "head_wise_attn_gate"
+"""An output gate of each head in grouped attention, on that branch alone too."""
 _YARN = {  # argument, key of rope_scaling, default of MLATransformerConfig
     "rotary_scaling_factor": ("factor", 40.0),
     "original_max_position_embeddings": ("original_max_position_embeddings", 4096),
@@ -112,6 +116,7 @@ def to_megatron_args(model: ModelShape) -> dict[str, Any]:
         # only where a model has them: older versions do not know the words
         **({"attention_output_gate": True} if model.attention_output_gate or _headwise(model) else {}),
         **({GRANULARITY: "headwise"} if _headwise(model) else {}),
+        **({HEAD_WISE_GATE: True} if model.head_wise_attn_gate else {}),
         **(
             {"no_rope_freq": [int(not each) for each in model.rope_layers]}
             if model.rope_layers and any(model.rope_layers)
@@ -202,7 +207,8 @@ def as_in_megatron(model: ModelShape, *, in_bridge: bool = False) -> ModelShape:
 def as_config_says(args: Mapping[str, Any], model: ModelShape) -> dict[str, Any]:
     """The arguments, overruled by the config.json that describes this model. What no config.json says (MEGATRON_ONLY)
     stays."""
-    return {**args, **{name: value for name, value in to_megatron_args(model).items() if name not in _ONLY_ARGS}}
+    said = {name: value for name, value in to_megatron_args(model).items() if name not in _ONLY_ARGS}
+    return {**args, **said, _BASES: None}
 
 
 def otherwise_in_megatron(model: ModelShape) -> dict[str, tuple[object, object]]:
@@ -285,6 +291,7 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int) -> ModelShape:
         add_bias_linear=biased,
         add_qkv_bias=qkv_biased,
         attention_output_gate=bool(args.get("attention_output_gate")) and mla is None,
+        head_wise_attn_gate=bool(args.get(HEAD_WISE_GATE)),
         linear_gate=_read_headwise(args) if mla else None,
         mla=mla,
         dsa=read_dsa(args, num_layers),

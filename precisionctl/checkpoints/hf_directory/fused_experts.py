@@ -1,5 +1,6 @@
 """Experts that Hugging Face stores as one tensor: `mlp.experts.gate_up_proj` of shape `[experts, ...]`, in Granite
-`block_sparse_moe.input_linear.weight`, in Inkling `mlp.experts.w13_weight`; torchtitan does so in all families.
+`block_sparse_moe.input_linear.weight`, in Inkling `mlp.experts.w13_weight`, in Step 3.5 `moe.gate_proj.weight`;
+torchtitan does so in all families.
 
 Logical tensors are one per expert, so such a tensor is read as its slices `name[0]`, `name[1]`, ..., each of which is
 contiguous. So are the scales of a hyper-connection (DeepSeek-V4, Hunyuan 4), which Megatron has one by one. In MXFP4,
@@ -20,7 +21,9 @@ from precisionctl.quant_methods.mxfp4 import BLOCKS_OF_16
 _EXPERTS = r"experts\.(?:[a-z_]+|w(?:13|2)_weight(?:_scale)?)|block_sparse_moe\.(?:input|output)_linear\.weight"
 _SCALES_OF_STREAMS = r"hc_(?:attn|ffn)_scale|(?:attn|ffn)_hc\.scale|hc_(?:attn|mlp)_layer\.(?:hc_pre\.)?hc_scale"
 _OF_TORCHTITAN = r"moe\.(?:routed_experts\.inner_)?experts\.(?:w[123]|mlp[12]_(?:weight|bias))(?:_E[DFG]{1,2})?"
-_FUSED = re.compile(rf".+\.(?:{_EXPERTS}|{_SCALES_OF_STREAMS}|{_OF_TORCHTITAN})")
+_OF_STEP = r"moe\.(?:gate|up|down)_proj\.weight(?:_scale_inv)?"
+_STACK_OF_STEP = re.compile(rf".+\.{_OF_STEP}")
+_FUSED = re.compile(rf".+\.(?:{_EXPERTS}|{_SCALES_OF_STREAMS}|{_OF_TORCHTITAN}|{_OF_STEP})")
 _SLICE = re.compile(rf"({_FUSED.pattern})\[(\d+)\]")
 
 _MOST_SLICES = 1 << 18
@@ -56,6 +59,8 @@ def stacks(stored: Mapping[str, TensorSpec], where: object) -> set[str]:
 
 def is_stack(name: str, spec: TensorSpec) -> bool:
     """Whether dimension 0 of a tensor is experts: it is in matrices of theirs, and in scales if each has one."""
+    if _STACK_OF_STEP.fullmatch(name):  # others may have one MLP of this name
+        return len(spec.shape) == 3
     several = len(spec.shape) > 1 or (len(spec.shape) == 1 and name.endswith(("_scale", "_scale_inv", "_hc.scale")))
     return several and _FUSED.fullmatch(name) is not None
 

@@ -27,6 +27,7 @@ from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import (
     CONV_PARTS,
     EMBEDDING,
+    GATED_QKV_PARTS,
     IN_PROJ_PARTS,
     KDA_PARTS,
     MIXER_CONV_PARTS,
@@ -218,6 +219,7 @@ _APART = (
         (re.compile(r"(.+\.in_proj\.weight)\.query"), tuple(f".{part}" for part in parts))
         for parts in (IN_PROJ_PARTS, KDA_PARTS, CONV_PARTS)
     ),
+    (re.compile(r"(.+\.linear_qkv\.weight)\._qkv"), tuple(f".{part}" for part in GATED_QKV_PARTS)),
     (re.compile(r"(.+\.conv1d\.weight)\.query"), tuple(f".{part}" for part in CONV_PARTS)),
     (re.compile(r"(.+\.in_proj\.weight)\.z"), tuple(f".{part}" for part in MIXER_PARTS)),
     (re.compile(r"(.+\.conv1d\.(?:weight|bias))\.x"), tuple(f".{part}" for part in MIXER_CONV_PARTS)),

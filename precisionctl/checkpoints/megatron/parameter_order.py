@@ -100,7 +100,7 @@ _MTP = {
     name: rank
     for rank, name in enumerate(
         [*_of("enorm", *_INNER), *_of("hnorm", *_INNER), *_of("eh_proj", *_INNER), "transformer_layer."]
-        + _of("final_layernorm", *_INNER)
+        + [*_of("final_layernorm", *_INNER), "output_layer.weight"]
     )
 }
 _NUMBERED = re.compile(r"(decoder\.layers\.|mtp\.layers\.)(\d{1,9})\.(?:(transformer_layer\.)?)(.+)")

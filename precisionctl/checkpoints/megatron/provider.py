@@ -13,7 +13,7 @@ import yaml
 
 from precisionctl.architectures.megatron.expert_args import BALANCING, CAPACITY
 from precisionctl.architectures.megatron.kimi_k3_args import BLOCK_SIZE, KIMI_K3
-from precisionctl.architectures.megatron.megatron_args import GRANULARITY, WITHOUT
+from precisionctl.architectures.megatron.megatron_args import GRANULARITY, HEAD_WISE_GATE, WITHOUT
 from precisionctl.architectures.megatron.recurrent_args import HYBRID_PATTERN
 from precisionctl.errors import DamagedCheckpoint, damage
 from precisionctl.megatron_flags import FIRST_LAST, FLAGS
@@ -73,7 +73,7 @@ _ONLY_READ = (
     *("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
     *("dsa_indexer_rope_interleaved", "dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"),
     "dsa_indexer_scoring_relu",
-    *("kda_f_lora_rank", "kda_gate_lora_rank", "kda_safe_gate", "kda_lower_bound", GRANULARITY),
+    *("kda_f_lora_rank", "kda_gate_lora_rank", "kda_safe_gate", "kda_lower_bound", GRANULARITY, HEAD_WISE_GATE),
     *KIMI_K3,
     *(flag.argument for flag in FLAGS),
     FIRST_LAST.argument,
@@ -94,9 +94,10 @@ SQUARED_RELU = "megatron.core.activations.squared_relu"
 
 def describes(model: ModelShape) -> bool:
     """Whether Bridge's generic providers, or that of Kimi K3, have fields for all of a model: none has for all of an
-    indexer, nor xIELU, nor for several residual streams, nor for another model's Kimi delta attention."""
+    indexer, nor xIELU, nor for several residual streams, nor for another model's Kimi delta attention, nor gates of
+    heads."""
     kda = model.gdn is not None and model.gdn.kda and model.attn_res_block_size is None
-    return model.dsa is None and model.mhc is None and not model.xielu and not kda
+    return model.dsa is None and model.mhc is None and not model.xielu and not kda and not model.head_wise_attn_gate
 
 
 def write_run_config(directory: Path, args: Mapping[str, Any], model: ModelShape) -> None:

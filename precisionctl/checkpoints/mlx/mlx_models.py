@@ -44,7 +44,7 @@ _ALWAYS_TIED = ("cohere", "cohere2", "gemma", "gemma2", "lfm2", "lfm2_moe")
 _NEVER_TIED = (
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss"),
     *("gpt_neox", "gptj", "helium", "kimi_k2", "llama4_text", "nemotron_h", "phi", "phimoe", "qwen2_moe"),
-    *("solar_open", "stablelm"),
+    *("solar_open", "stablelm", "step3p5"),
 )
 _WITHOUT_BIASES = ("apertus", "dots1", "gemma", "gemma2", "gemma3_text", "laguna", "qwen3", "qwen3_moe")
 _HEADS_MAKE_WIDTH = ("bailing_moe", "cohere2", "exaone", "helium", "internlm3", "mimo", "mixtral")

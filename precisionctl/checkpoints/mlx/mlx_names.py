@@ -112,6 +112,12 @@ _NORMS_PLUS_ONE = _renamings(
     ),
 )
 
+_OF_STEP = _renamings(
+    ("{0}.mlp.switch_mlp.{1}", "{0}.moe.experts.{n}.{1}", _LAYER, _ANY),
+    ("{0}.mlp.gate.router_bias", "{0}.moe.router_bias", _LAYER),
+    ("{0}.mlp.gate.gate.{1}", "{0}.moe.gate.{1}", _LAYER, _ANY),
+    ("{0}.mlp.share_expert.{1}", "{0}.share_expert.{1}", _LAYER, _ANY),
+)
 _OF_GPT_NEOX = _renamings(
     ("model.h.{0}", "gpt_neox.layers.{0}", _ANY),
     ("model.embed_out.{0}", "embed_out.{0}", _ANY),
@@ -153,6 +159,7 @@ RENAMED: Mapping[str, tuple[_Renaming, ...]] = {
     "granitemoehybrid": (*_OF_GRANITE, *_OF_DENSE_GRANITE),
     "laguna": _OF_LAGUNA,
     "lfm2_moe": _OF_LFM2_MOE,
+    "step3p5": (*_OF_STEP, *_NORMS_PLUS_ONE),
     **dict.fromkeys("qwen3_5_moe_text qwen3_5_text qwen3_next".split(), _NORMS_PLUS_ONE),
 }
 """The families of which it is known what mlx-lm changes, and what that is beside `_STACKS` and shapes."""

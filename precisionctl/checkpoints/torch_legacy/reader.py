@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from precisionctl.architectures.megatron.megatron_args import HEAD_WISE_GATE
 from precisionctl.architectures.megatron.recurrent_args import read_delta_net, read_mamba
 from precisionctl.checkpoints.base import NO_HINTS, Container, Hints
 from precisionctl.checkpoints.chunks import Box, Chunk, chunk_files, shard_boxes
@@ -236,10 +237,19 @@ class LegacyReader(MegatronReader):
             if cut is None:  # a short convolution, of which no argument says anything
                 return TWICE_GATED_ROWS if "in_proj" in name else ROWS
             return replace(ROWS, parts=cut.in_proj_parts if "in_proj" in name else cut.conv_parts)
+        if name.endswith("linear_qkv.weight") and self.args.get(HEAD_WISE_GATE):
+            return replace(ROWS, parts=self._parts_with_gates(name, shard))
         # If the first linear of an MLP has gate and up, it has twice as many rows as the second has columns
         shapes = [self._shards[weight][0][0].tensor.shape for weight in fc_weights(name) if weight in self._shards]
         matrices = len(shapes) == 2 and all(len(shape) == 2 for shape in shapes)
         return parallel_of(name, gated=matrices and shapes[0][0] == 2 * shapes[1][1])
+
+    def _parts_with_gates(self, name: str, shard: LocatedTensor) -> tuple[int, int]:
+        """Rows of groups and of gates in a shard: as many of the latter as linear_proj reads heads."""
+        with damage("heads with gates, and no linear_proj or kv_channels says how many", self.path):
+            proj = self._shards[name.replace("linear_qkv", "linear_proj")]
+            heads = proj[0][0].tensor.shape[1] // int(self.args["kv_channels"])
+            return shard.shape[0] - heads, heads
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         if name in self.towers.specs:

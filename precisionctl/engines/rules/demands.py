@@ -165,9 +165,9 @@ def exponents_named(wanted: str, renamed: Mapping[str, str] | None = None) -> De
 
 
 def stored_as_one(directory: QuantizedDirectory) -> Breaches:
-    """Codes of all experts of a layer, stored in one tensor."""
+    """Codes of all experts of a layer, stored in one tensor; but those of Step 3.5, which is released so."""
     for name in directory.scales:
-        if is_slice(name):
+        if is_slice(name) and directory.text_type != "step3p5":
             yield name.partition("[")[0], "FP8 codes of all experts in one tensor"
             return
 

@@ -103,6 +103,10 @@ IN_VLLM: Mapping[object, tuple[str, ...]] = {
     "mimo_v2_flash": _OF_MIMO_V2_FLASH,
     "minimax_m2": ("scoring_func", "use_routing_bias", "rotary_dim"),
     **dict.fromkeys(("muse_spark", "muse_spark_text"), ("num_shared_experts",)),
+    **dict.fromkeys(
+        ("step3p5", "step3p7"),
+        ("use_head_wise_attn_gate", "use_moe_router_bias", "norm_expert_weight", "need_fp32_gate"),
+    ),
 }
 IN_SGLANG: Mapping[object, tuple[str, ...]] = {
     "afmoe": ("score_func",),

@@ -196,6 +196,8 @@ def _attention(model: ModelShape, layer: int, kept: BytesKept, length: int, shar
             made = 2 * (model.qkv_size - model.key_value_size + values) + rotated * (model.query_size + keys)
         if model.clip_qkv is not None:  # what is clamped, too
             made += 2 * model.qkv_size
+        if model.head_wise_attn_gate:  # the sigmoid, and its other factor
+            made += 4 * model.num_attention_heads + 2 * out
         if model.attention_output_gate:  # the sigmoid, its other factor, and the product
             made += (4 + 4) * model.query_size
         if model.qk_layernorm or model.qk_l2_norm:
@@ -319,10 +321,11 @@ def _compressed_attention(model: ModelShape, csa: CSA, layer: int, kept: BytesKe
     return latents + core + made + 2 * out + kept.input * csa.grouped_size
 
 
-def _channel(model: ModelShape, kept: BytesKept) -> float:
-    """Bytes that an MLP keeps for the backward for each of its channels."""
+def _channel(model: ModelShape, kept: BytesKept, layer: int) -> float:
+    """Bytes that a layer's MLP keeps for the backward for each of its channels."""
     read = 4 if kept.kernels and is_swiglu(model) else 6 if model.gated_linear_unit else 2
     channel: float = read + kept.input + (4 if model.activation == "quick_gelu" else 0)
+    channel += 4 if model.swiglu_limit(layer) else 0  # both halves as they are clamped
     channel += {"squared_relu": 2, "xielu": 8, "situ": 18}.get(model.activation, 0)
     if model.activation == "relu" and not kept.codes:  # it saves what it gives, which the next GEMM reads
         channel -= 2
@@ -331,7 +334,7 @@ def _channel(model: ModelShape, kept: BytesKept) -> float:
 
 def _inner(model: ModelShape, layer: int, kept: BytesKept) -> float:
     """Bytes that the MLP of a layer keeps for the backward for each token, its input included."""
-    hidden, moe, channel = model.hidden_size, model.moe, _channel(model, kept)
+    hidden, moe, channel = model.hidden_size, model.moe, _channel(model, kept, layer)
     if moe is None or not model.has_experts(layer):
         return kept.input * hidden + channel * model.ffn_size(layer)
     router = 4 * hidden + 16 * moe.num_experts
@@ -344,7 +347,7 @@ def _inner(model: ModelShape, layer: int, kept: BytesKept) -> float:
     if moe.shared_expert_gate:
         shared += 2 * hidden  # the gate's other factor
     width = model.expert_hidden_size
-    routed = moe.topk * (kept.input * width + _channel(model.of_experts, kept) * moe.ffn_hidden_size + 2 * width)
+    routed = moe.topk * (kept.input * width + _channel(model.of_experts, kept, layer) * moe.ffn_hidden_size + 2 * width)
     if moe.latent_size:  # inputs of the projections to it and back
         routed += kept.input * (hidden + width)
     if moe.expert_norms:

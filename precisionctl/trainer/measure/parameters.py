@@ -46,6 +46,7 @@ class Parameters:
         if model.mtp_num_layers:
             alike = Parameters.of(replace(model.of_prediction, mtp_num_layers=0))
             joining = model.doubled_hidden_size * model.hidden_size + _head(model.of_prediction)
+            joining += table * model.mtp_output_layers
             blocks = slice(None if model.mamba else -1, None)
             ahead = model.mtp_num_layers * (sum(alike.dense[blocks]) + sum(alike.experts[blocks]) + joining)
         per_layer = (model.padded_vocab_size + model.hidden_size) * model.per_layer_embed_size

@@ -11,12 +11,12 @@ COMPUTED = frozenset(
         (
             "architecture wrapper",  # names
             "make_vocab_size_divisible_by hf_zero_centered_gamma hf_expert_bias unread_positions",  # storage
-            "mtp_num_layers mtp_dense",  # carried along: no logits come from them
+            "mtp_num_layers mtp_dense mtp_output_layers",  # carried along: no logits come from them
             "num_layers hidden_size ffn_hidden_size vocab_size padded_vocab_size max_position_embeddings",
             "norm_epsilon normalization zero_centered_gamma norm_bias norm_weight pre_layernorms final_gamma_whole",
             "post_layernorms post_norm_epsilon scaled_post_layernorms norm_gate_rank layer_scalar",
             "parallel_residual shared_layernorm residual_multiplier residual_gate_temperature attn_res_block_size",
-            "activation gated_linear_unit activation_clamp glu_offset use_double_wide_mlp",
+            "activation gated_linear_unit activation_clamp glu_offset swiglu_limits use_double_wide_mlp",
             "position_embedding lerope rope_layers rotary_base rotary_base_local rotary_percent rotary_interleaved",
             "rope_scaling",  # its kinds: `_SCALINGS` in `positions.py`
             "num_attention_heads num_query_groups kv_channels v_head_dim num_kv_shared_layers",
@@ -24,7 +24,7 @@ COMPUTED = frozenset(
             "query_pre_attn_scalar query_scaling_beta query_scaling_floor softmax_scaling softmax_offset",
             "attn_logit_softcapping clip_qkv qk_layernorm qk_layernorm_over_heads qk_layernorm_after_rope",
             "qk_l2_norm qk_l2_norm_everywhere v_l2_norm keys_are_values attention_value_scale",
-            "attention_output_gate attention_output_norm linear_gate stores_unused",
+            "attention_output_gate attention_output_norm head_wise_attn_gate linear_gate stores_unused",
             "embedding_multiplier rounded_embedding_multiplier embedding_norm embedding_layernorm per_layer_embed_dim",
             "tied_embeddings logit_multiplier logits_scaling final_logit_softcapping",
             "qkv_bias proj_bias mlp_bias output_bias add_bias_linear add_qkv_bias",
@@ -45,7 +45,7 @@ COMPUTED = frozenset(
             "moe.score_function moe.pre_softmax moe.topk_scaling_factor moe.logit_multiplier moe.sparsemixer_eps",
             "moe.expert_bias moe.expert_bias_on_logits moe.router_bias moe.n_hash_layers",
             "moe.num_groups moe.group_topk moe.group_scores",
-            "moe.latent_size moe.latent_norm moe.probs_on_input moe.activation_clamp",
+            "moe.latent_size moe.latent_norm moe.probs_on_input moe.activation_clamp moe.swiglu_limits",
             "moe.shared_expert_gate moe.shared_average moe.own_norms moe.expert_norms moe.post_layernorm",
             "gdn gdn.layers gdn.num_key_heads gdn.num_value_heads gdn.key_head_dim gdn.value_head_dim",
             "gdn.conv_kernel_dim gdn.allow_neg_eigval gdn.norm_epsilon gdn.output_gate",
@@ -69,7 +69,7 @@ KNOWN_VALUES: Mapping[str, tuple[object, ...]] = {
 
 GROUPED_QUERIES_ALONE: Mapping[str, object] = {
     **dict.fromkeys(("qk_layernorm", "qk_l2_norm", "v_l2_norm", "keys_are_values", "attention_output_gate"), False),
-    "attention_output_norm": False,
+    **dict.fromkeys(("attention_output_norm", "head_wise_attn_gate"), False),
     **dict.fromkeys(("clip_qkv", "query_pre_attn_scalar"), None),
     "attention_value_scale": 1.0,
     "pre_layernorms": True,
@@ -156,10 +156,10 @@ NOT_BESIDE: Mapping[str, tuple[str, ...]] = {
     "per_layer_embed_dim": ("xielu",),
     "add_bias_linear": ("moe.latent_size",),
     "v_head_dim": ("attention_output_gate", "keys_are_values", "global_keys_are_values", "stores_unused"),
-    "clip_qkv": ("attention_output_gate",),
+    "clip_qkv": ("attention_output_gate", "head_wise_attn_gate"),
+    "num_kv_shared_layers": ("mla", "gdn", "mamba", "head_wise_attn_gate"),
     "softmax_offset": ("attn_logit_softcapping",),
     "softmax_scaling": ("query_scaling_beta",),
-    "num_kv_shared_layers": ("mla", "gdn", "mamba"),
     "global_attention": ("mla",),
     "mla.kv_source_layers": ("fused_latent_layernorms",),
     "mhc.lowrank": ("mhc.mixed",),
@@ -223,6 +223,7 @@ def _not_together(model: ModelShape) -> Mapping[str, object]:
         "linear_gate": model.linear_gate
         and not mla
         and (gdn or mamba or model.parallel_residual or not model.pre_layernorms),
+        "swiglu_limits": (model.swiglu_limits or (moe and moe.swiglu_limits)) and model.activation == "situ",
         "position_embedding": model.alibi
         and (mla or csa or msa or model.softmax_offset or model.attn_logit_softcapping),
         "residual_gate_temperature": model.residual_gate_temperature and model.residual_multiplier != 1,

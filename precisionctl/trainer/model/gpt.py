@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from precisionctl.errors import RecipeError
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.precision import Precision
-from precisionctl.trainer.backends.base import Backend, final_norm_of, norm_of
+from precisionctl.trainer.backends.base import Backend, final_norm_of, norm_of, plain_linear
 from precisionctl.trainer.backends.bf16_products import product
 from precisionctl.trainer.backends.choose import BackendName, make_backend
 from precisionctl.trainer.backends.recorder import Recorder
@@ -331,3 +331,5 @@ class MTPLayer(nn.Module):
         else:
             self.transformer_layer = Layer("mtp.transformer_layer", model, model.num_layers - 1, backend)
         self.final_layernorm = backend.norm(size, norm)
+        if model.mtp_output_layers:
+            self.output_layer = plain_linear(size, model.padded_vocab_size, backend)

@@ -53,13 +53,14 @@ class XIELU(nn.Module):
 
 
 def is_swiglu(model: ModelShape) -> bool:
-    """Whether an MLP's activation is SwiGLU and nothing besides."""
-    plain = model.activation_clamp is None and not model.glu_offset
+    """Whether the activation of MLPs is SwiGLU and nothing besides."""
+    plain = model.activation_clamp is None and not model.glu_offset and not model.swiglu_limits
     return model.gated_linear_unit and model.activation == "silu" and plain
 
 
-def activate(values: Tensor, model: ModelShape) -> Tensor:
-    """What is between the two linears. Rows of a gated linear_fc1: F of the gate, then F of the up projection."""
+def activate(values: Tensor, model: ModelShape, layer: int) -> Tensor:
+    """What is between the two linears of a layer's MLP. Rows of a gated linear_fc1: F of the gate, then F of the up
+    projection."""
     function = ACTIVATIONS[model.activation]
     if not model.gated_linear_unit:
         return function(values)
@@ -72,19 +73,24 @@ def activate(values: Tensor, model: ModelShape) -> Tensor:
         return (function(gate.float()) * up).to(values.dtype)
     if model.activation_clamp is not None:
         gate, up = gate.clamp(max=model.activation_clamp), up.clamp(-model.activation_clamp, model.activation_clamp)
-    return function(gate) * (up + model.glu_offset if model.glu_offset else up)
+    gate = function(gate)
+    if limit := model.swiglu_limit(layer):
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * (up + model.glu_offset if model.glu_offset else up)
 
 
 class MLP(nn.Module):
     """Two linears of `inner` channels between them. `norm` lives in the first; None where the input is normalised."""
 
-    def __init__(self, name: str, model: ModelShape, backend: Backend, inner: int, norm: Norm | None) -> None:
+    def __init__(
+        self, name: str, model: ModelShape, backend: Backend, inner: int, norm: Norm | None, layer: int
+    ) -> None:
         super().__init__()
         hidden, bias = model.hidden_size, model.add_bias_linear
         rows = 2 * inner if model.gated_linear_unit else inner
         self.linear_fc1 = column_linear(backend, f"{name}.linear_fc1", hidden, rows, bias, norm)
         self.activation_func: Callable[[Tensor], Tensor] = (
-            XIELU(backend) if model.xielu else partial(activate, model=model)
+            XIELU(backend) if model.xielu else partial(activate, model=model, layer=layer)
         )
         self.linear_fc2 = backend.linear(f"{name}.linear_fc2", inner, hidden, bias, "row")
         self.factors = model.multipliers.mlp if model.multipliers else None
@@ -107,13 +113,14 @@ class MoELayer(nn.Module):
     `routers.py` says what keeps the loads even.
     """
 
-    def __init__(self, name: str, model: ModelShape, moe: MoE, backend: Backend, hashed: bool = False) -> None:
+    def __init__(self, name: str, model: ModelShape, moe: MoE, backend: Backend, layer: int) -> None:
         super().__init__()
         self.ranks, self.average = backend.world.tensor, moe.shared_average
-        self.router = Router(model, moe, backend, hashed)
-        self.experts = backend.world.sharded_experts(Experts(f"{name}.experts", model, moe, backend), backend.dtype)
+        self.router = Router(model, moe, backend, model.is_hashed(layer))
+        experts = Experts(f"{name}.experts", model, moe, backend, layer)
+        self.experts = backend.world.sharded_experts(experts, backend.dtype)
         self.shared_experts = (
-            SharedExperts(f"{name}.shared_experts", model, moe, backend) if model.shared_experts else None
+            SharedExperts(f"{name}.shared_experts", model, moe, backend, layer) if model.shared_experts else None
         )
         self.pre_moe_layernorm, self.post_moe_layernorm = (
             backend.norm(model.hidden_size, norm_of(model)) if moe.own_norms else nn.Identity() for _ in range(2)
@@ -151,9 +158,9 @@ class MoELayer(nn.Module):
 class SharedExperts(MLP):
     """An MLP that all tokens go through, times a gate for each token where there is one (Qwen2-MoE)."""
 
-    def __init__(self, name: str, model: ModelShape, moe: MoE, backend: Backend) -> None:
+    def __init__(self, name: str, model: ModelShape, moe: MoE, backend: Backend, layer: int) -> None:
         norm = norm_of(model) if moe.own_norms else None
-        super().__init__(name, model, backend, moe.shared_ffn_hidden_size or 0, norm)
+        super().__init__(name, model, backend, moe.shared_ffn_hidden_size or 0, norm, layer)
         if norm:
             add_post_layernorm(self.linear_fc2, backend.norm(model.hidden_size, norm))
         weight = torch.empty(1, model.hidden_size, dtype=backend.dtype, device=backend.device)
@@ -168,9 +175,9 @@ class Experts(nn.Module):
     """The MLPs of all experts, each for the tokens routed to it; under expert parallelism this rank's experts, for the
     tokens of all ranks. Each tensor rank has a shard of every expert, so the outputs are partial sums."""
 
-    def __init__(self, name: str, model: ModelShape, moe: MoE, backend: Backend) -> None:
+    def __init__(self, name: str, model: ModelShape, moe: MoE, backend: Backend, layer: int) -> None:
         super().__init__()
-        self.backend, self.model, self.number = backend, model.of_experts, moe.num_experts
+        self.backend, self.model, self.number, self.layer = backend, model.of_experts, moe.num_experts, layer
         self.probs_on_input = moe.probs_on_input
         hidden, inner, bias = model.expert_hidden_size, moe.ffn_hidden_size, model.add_bias_linear
         self.linear_fc1 = backend.grouped_linear(
@@ -190,7 +197,7 @@ class Experts(nn.Module):
             if self.probs_on_input:
                 read = (read * weights.flatten()[order, None]).to(tokens.dtype)
             inner = self.linear_fc1(dispatch.dispatch(read), dispatch.counts)
-            outputs = dispatch.combine(self.linear_fc2(activate(inner, self.model), dispatch.counts))
+            outputs = dispatch.combine(self.linear_fc2(activate(inner, self.model, self.layer), dispatch.counts))
             outputs = norm(outputs) if norm else outputs
         by_token: Tensor = outputs[order.argsort()].view(*chosen.shape, -1)
         if not self.probs_on_input:

@@ -147,6 +147,10 @@ MATTERS: list[tuple[str, dict[str, Any]]] = [
     ("muse-glimmer", {"query_pre_attn_scalar": None}),
     ("muse-glimmer", {"logit_multiplier": 1.0}),
     ("muse-glimmer", {"rope_layers": None}),
+    ("step3p5", {"swiglu_limits": None}),
+    ("step3p5", {"moe.swiglu_limits": None}),
+    ("step3p5", {"rope_scaling": None}),
+    ("step3p5", {"rotary_base_local": None}),
     ("muse-spark", {"attention_output_norm": False}),
     ("muse-spark", {"moe.logit_multiplier": 1.0}),
 ]
@@ -157,7 +161,7 @@ GRADIENTS = (
     *("mimo-v2-flash", "laguna", "laguna-per-element", "phimoe", "olmo", "flex-olmo", "minicpm3", "falcon"),
     *("falcon-40b", "gpt-bigcode", "kolibri1", "lfm3", "axk1", "axk2", "nanochat", "flint"),
     *("opt", "gpt-neo", "bloom", "mpt", "bamba", "mamba2", "jamba", "mistral-large-4"),
-    "muse-spark",
+    *("muse-spark", "step3p5"),
 )
 """Sinks, values of another size, gates of heads, a number of heads by kind of layer, SparseMixer, clamped queries,
 LayerNorms without weights, experts without a norm before them, multiplied residuals, attention beside an MLP under

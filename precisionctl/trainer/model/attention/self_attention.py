@@ -26,6 +26,12 @@ def gated_by(attended: Tensor, gate: Tensor) -> Tensor:
     return (attended * gate.float().sigmoid().reshape(attended.shape)).to(attended.dtype)
 
 
+def gated_by_head(attended: Tensor, opened: Tensor) -> Tensor:
+    """What heads give, `[T, heads * channels]`, times FP32 numbers for each of them, or for each of their channels."""
+    gated = attended.view(*opened.shape, -1) * opened[..., None]
+    return gated.to(attended.dtype).view_as(attended)
+
+
 def scaled(query: Tensor, positions: Positions) -> Tensor:
     """Queries `[B, S, heads, D]` as their positions scale them."""
     scale = positions.query_scale
@@ -63,9 +69,7 @@ class GateOfHeads(nn.Module):
 
     def forward(self, attended: Tensor, hidden: Tensor) -> Tensor:
         """What heads give, `[T, heads * channels]`, and hidden states `[T, E]`, to the former times the gate."""
-        opened = self.opening(product(F.linear, hidden, self.weight).float())
-        gated = attended.view(*opened.shape, -1) * opened[..., None]
-        return gated.to(attended.dtype).view_as(attended)
+        return gated_by_head(attended, self.opening(product(F.linear, hidden, self.weight).float()))
 
 
 KeysValues = tuple[Tensor, ...]
@@ -75,8 +79,8 @@ if its norm is no part of the linear that reads it, and the part of keys that he
 
 class SelfAttention(nn.Module):
     """Grouped queries. Rows of linear_qkv, per group: R queries, R output gates if there are, one key, each D rows, one
-    value unless keys are values; of a layer that `shares_kv`, queries and gates alone. `model` is that of
-    `attention_of` for this kind of layer."""
+    value unless keys are values; of a layer that `shares_kv`, queries and gates alone. Behind those of all groups, one
+    for each head if it has a head-wise gate. `model` is that of `attention_of` for this kind of layer."""
 
     def __init__(
         self, name: str, model: ModelShape, backend: Backend, shares_kv: bool = False, msa: MSA | None = None
@@ -112,6 +116,7 @@ class SelfAttention(nn.Module):
         self.value_scale, self.clip = model.attention_value_scale, model.clip_qkv
         self.interleaved, self.norms_after_rope = model.rotary_interleaved, model.qk_layernorm_after_rope
         self.gated = model.attention_output_gate
+        self.of_head_gates = model.qkv_parts[1] // backend.world.tensor.size
         self.value_channels = model.value_channels
         self.output_norm: nn.Module | None = None
         if model.attention_output_norm:
@@ -129,7 +134,9 @@ class SelfAttention(nn.Module):
     ) -> tuple[Tensor, KeysValues]:
         """`[T, E]` to the same, and the keys and values that it read: the `shared` ones of another layer, or its
         own."""
-        qkv = self.linear_qkv(hidden).view(*positions.shape, self.groups, -1)
+        made = self.linear_qkv(hidden)
+        made, head_gates = torch.split(made, [made.shape[-1] - self.of_head_gates, self.of_head_gates], -1)
+        qkv = made.reshape(*positions.shape, self.groups, -1)
         if self.clip is not None:
             qkv = qkv.clamp(-self.clip, self.clip)
         # split, and not sliced: their gradients are then put together once, instead of added to zeros one by one
@@ -156,6 +163,8 @@ class SelfAttention(nn.Module):
             attended = self.output_norm(attended.unflatten(-1, (-1, self.value_channels))).flatten(-2)
         if self.gated:
             attended = gated_by(attended, gate)
+        if self.of_head_gates:
+            attended = gated_by_head(attended, head_gates.float().sigmoid())
         if self.linear_gate is not None:
             attended = self.linear_gate(attended, self.backend.world.tensor.enter(hidden))
         out: Tensor = self.linear_proj(attended)

@@ -38,11 +38,11 @@ class HybridLayer(ResidualLayer):
             attention = model.attention_of(self.kind.in_window)
             self.self_attention = SelfAttention(f"{name}.self_attention", attention, backend)
         if self.block in "-P":
-            self.mlp = MLP(f"{name}.mlp", model, backend, model.ffn_hidden_size, norm)
+            self.mlp = MLP(f"{name}.mlp", model, backend, model.ffn_hidden_size, norm, number)
         if self.block == "E":
             assert model.moe is not None, "a pattern with E has experts, or is refused where it is read"
             self.pre_mlp_layernorm = backend.norm(model.hidden_size, norm)
-            self.mlp = MoELayer(f"{name}.mlp", model, model.moe, backend)
+            self.mlp = MoELayer(f"{name}.mlp", model, model.moe, backend, number)
 
     def through(self, hidden: Tensor, positions: Positions, beside: Beside) -> tuple[Tensor, KeysValues | None]:
         if self.block == "P":

@@ -61,5 +61,5 @@ def mixed(
 def mlp_or_experts(name: str, model: ModelShape, number: int, backend: Backend, norm: Norm | None) -> MLP | MoELayer:
     """The experts of a layer, or its MLP, whose first linear has the `norm` before it, if any."""
     if model.moe and model.has_experts(number):
-        return MoELayer(name, model, model.moe, backend, hashed=model.is_hashed(number))
-    return MLP(name, model, backend, model.ffn_size(number), norm)
+        return MoELayer(name, model, model.moe, backend, number)
+    return MLP(name, model, backend, model.ffn_size(number), norm, number)
