@@ -5,7 +5,7 @@ READY := .venv/ready
 GPU_CALLS := gpu-1 gpu-2 gpu-3 gpu-4
 .PHONY: demo test pytest lint docs bench gpu $(GPU_CALLS) peers soak clean
 
-demo: $(READY)  ## the whole story on two CPU cores, in about nine minutes
+demo: $(READY)  ## the whole story on two CPU cores, in five to nine minutes
 	rm -rf demo-run
 	$(BIN)/precisionctl demo --out demo-run
 

@@ -279,14 +279,14 @@ def tokenize(data: str, out: Path, tokenizer: Path, workers: int | None, restart
 
 @click.command(
     cls=Command,
-    short_help="Show everything on two CPU cores, in about nine minutes.",
+    short_help="Show everything on two CPU cores, in five to nine minutes.",
     examples=["demo --out demo-run"],
 )
 @click.option(
     "--out", type=NEW_PATH, default="demo-run", show_default=True, help="A new folder for everything it makes."
 )
 def demo(out: Path) -> None:
-    """Train, convert, compare and export a small model on two CPU cores, in about nine minutes.
+    """Train, convert, compare and export a small model on two CPU cores, in five to nine minutes.
 
     Ends with a table of what was measured, and a page with the curves.
     """
