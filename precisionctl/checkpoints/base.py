@@ -175,11 +175,14 @@ class WithOptimizer:
         return self.reader.chunks(name)
 
 
+TAKE_REFERENCE = "`convert`, `export-inference`, `resume`, `calibrate`, `verify`, `inspect` or `eval`"
+"""The commands that have the option --reference, for advice that any command may give."""
+
 WITH_REFERENCE = (
-    "Give a Hugging Face directory of the same model as --reference: its config.json and tokenizer are enough. "
-    "`launch-args` and `doctor` have no such option: they read what `convert --to megatron` makes with it."
+    f"Give {TAKE_REFERENCE} a Hugging Face directory of the same model with --reference: its config.json and tokenizer "
+    "are enough. Other commands read what `convert --to megatron` makes with it."
 )
-"""Advice for a checkpoint that does not say its model. It names the commands that lack the option."""
+"""Advice for a checkpoint that does not say its model."""
 
 
 NO_WAY_BACK = "There is no way back to those codes."

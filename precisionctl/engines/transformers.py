@@ -216,18 +216,20 @@ ENGINE = Engine(
     }
     | dict.fromkeys(
         (
-            *(
-                "bailing_moe",
-                "bailing_moe_v2",
-                "glm5_next_text",
-                "kimi_k2",
-                "kimi_k3",
-                "kimi_k3_text",
-                "mimo",
-                "mistral_large4_text",
-                "muse_glimmer_text",
-            ),
-            *("muse_spark_text", "vlm", "NemotronH_Nano_VL_V2", "NemotronH_Nano_Omni_Reasoning_V3"),
+            "bailing_moe",
+            "bailing_moe_v2",
+            "glm5_next_text",
+            "kimi_k2",
+            "kimi_k3",
+            "kimi_k3_text",
+            "mimo",
+            "mistral_large4_text",
+            "muse_glimmer_text",
+            "muse_spark_text",
+            "step3p5",
+            "vlm",
+            "NemotronH_Nano_VL_V2",
+            "NemotronH_Nano_Omni_Reasoning_V3",
             "NemotronH_Super_Omni_Reasoning_V3",
         ),
         EngineRule(

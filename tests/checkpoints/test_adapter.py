@@ -311,7 +311,7 @@ def test_resume_trains_the_merged_model_and_whoever_forgets_the_base_is_told_so(
     made = adapter(tmp_path / "adapter", linear(Q, 64, 64))
     (tmp_path / "text.txt").write_text("w1 w2 " * 40)
     command = ("resume", made, "--precision", "bf16", "--data", tmp_path / "text.txt", "--out", tmp_path / "run")
-    assert "Give --reference BASE" in command_line.run(*command).stderr
+    assert "`resume`" in command_line.run(*command).stderr
     for setting in ("optimizer.lr=0", "train.steps=1", "train.batch_size=1", "data.sequence_length=32"):
         command += ("--set", setting)
     told = command_line.run(*command, "--reference", tmp_path / "base")
@@ -487,7 +487,7 @@ class _Executes:
 
 def test_an_adapter_alone_is_told_to_need_its_base(tmp_path: Path) -> None:
     made = adapter(tmp_path / "adapter", linear(Q, 64, 64))
-    with pytest.raises(UnknownFormat, match=r"adapter of PEFT.*Give --reference BASE.*merge the two"):
+    with pytest.raises(UnknownFormat, match=r"adapter of PEFT.*Give `convert`.*--reference BASE.*merge the two"):
         open_checkpoint(made)
 
 

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemWriter
 
-from precisionctl.checkpoints.base import WITH_REFERENCE
+from precisionctl.checkpoints.base import TAKE_REFERENCE
 from precisionctl.checkpoints.foreign import TENSORS, UNREAD
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_files.dcp_metadata import Index, read_index, write_index
@@ -252,11 +252,11 @@ def test_every_one_is_tried_here() -> None:
     assert [one.what for one in (*TENSORS, *UNREAD) if not any(re.search(t, one.what) for t in tried)] == []
 
 
-def test_the_commands_without_a_reference_are_those_that_the_advice_names() -> None:
+def test_the_commands_with_a_reference_are_those_that_advice_names() -> None:
     of_checkpoints = {
         name: [option for parameter in command.params for option in parameter.opts]
         for name, command in main.commands.items()
         if any(parameter.type is CHECKPOINT for parameter in command.params if parameter.param_type_name == "argument")
     }
-    without = {name for name, options in of_checkpoints.items() if "--reference" not in options}
-    assert without == {*re.findall("`([a-z-]+)`", WITH_REFERENCE.partition("have no such option")[0])}
+    having = {name for name, options in of_checkpoints.items() if "--reference" in options}
+    assert having == {*re.findall("`([a-z-]+)`", TAKE_REFERENCE)} < of_checkpoints.keys()

@@ -20,7 +20,15 @@ from precisionctl.checkpoints.adapter.expert_stacks import JOINED, stack_of
 from precisionctl.checkpoints.adapter.lora_config import FILE, LoraConfig, read_lora_config
 from precisionctl.checkpoints.adapter.low_rank import Factors, LowRank, Merged
 from precisionctl.checkpoints.adapter.tied import check_known, check_same_change, check_touched, tied_embeddings
-from precisionctl.checkpoints.base import Companions, Container, Hints, OfNotes, Reader, without_iterations
+from precisionctl.checkpoints.base import (
+    TAKE_REFERENCE,
+    Companions,
+    Container,
+    Hints,
+    OfNotes,
+    Reader,
+    without_iterations,
+)
 from precisionctl.checkpoints.chunks import Chunk, Chunked, whole
 from precisionctl.checkpoints.hf_directory.companions import (
     CHAT_TEMPLATE,
@@ -363,9 +371,8 @@ def open_base(path: Path, hints: Hints, of: str) -> Reader:
         raise UnknownFormat(
             f"an adapter of {of} (LoRA), without the model that it changes",
             where=path,
-            do="Give --reference BASE, the Hugging Face directory of the model that it was trained on. For "
-            "`launch-args` and `doctor`, which have no such option, merge the two: `precisionctl convert ADAPTER OUT "
-            "--to hf --reference BASE`.",
+            do=f"Give {TAKE_REFERENCE} --reference BASE, the Hugging Face directory of the model that it was trained "
+            "on. For other commands merge the two: `precisionctl convert ADAPTER OUT --to hf --reference BASE`.",
         )
     base = open_checkpoint(hints.reference)
     if base.layout != "hf":
