@@ -34,7 +34,7 @@ def sliding_window(
     null_is_none = null_is_none or bool(switch) or absent is None or local is everywhere
 
     def read(config: Config) -> Fields:
-        by_list = listed_layers(config, _WINDOWS)  # raises for another kind, also where no window is said
+        by_list = listed_layers(config, WINDOWS)  # raises for another kind, also where no window is said
         window = None if switch and not is_on(config, switch) else config.get("sliding_window", absent)
         if window is None:
             said = by_list if by_list is not None or null_is_none else local(config, layers(config))
@@ -72,12 +72,12 @@ def layers_of(kinds: Mapping[str, bool], config: Config, local: Local) -> list[b
 
 def layers_in_window(config: Config, local: Local) -> list[bool]:
     """Whether each layer has the window."""
-    return layers_of(_WINDOWS, config, local)
+    return layers_of(WINDOWS, config, local)
 
 
-def window_fields(config: Config, windows: Sequence[bool], absent: int) -> Fields:
+def window_fields(config: Config, windows: Sequence[bool], absent: int | None = None) -> Fields:
     """The fields of layers of which these have a window, of `absent` tokens where no key says how many; none where no
-    layer has one."""
+    layer has one. Raises DamagedCheckpoint where nothing says how many."""
     if not any(windows):
         return {}
     window = size(config, "sliding_window", absent=absent)
@@ -115,7 +115,8 @@ def write_layer_types(model: ModelShape) -> Config:
     return {"layer_types": layer_types(model)}
 
 
-_WINDOWS = {"sliding_attention": True, "full_attention": False}
+WINDOWS = {"sliding_attention": True, "full_attention": False}
+"""Of `layer_types`: have layers of this kind the window?"""
 
 
 def listed_layers(config: Config, kinds: Mapping[str, bool], key: str = "layer_types") -> list[bool] | None:

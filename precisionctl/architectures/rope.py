@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from precisionctl.architectures.config_keys import Config, Fields, Rule, check_passed_over, is_on, size
-from precisionctl.architectures.config_layers import by_kind
+from precisionctl.architectures.config_layers import WINDOWS, by_kind
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_parts import real
 from precisionctl.model.model_shape import ModelShape
@@ -37,8 +37,7 @@ KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"
 """The keys of config.json that say it."""
 
 _LOCAL = "rope_local_base_freq"
-_IN_WINDOW = {"full_attention": False, "sliding_attention": True}
-_LAYERS = _IN_WINDOW.keys()
+_LAYERS = WINDOWS.keys()
 """Kinds of layers with parameters of their own."""
 
 PARAMETERS = frozenset(
@@ -202,7 +201,7 @@ def rope_of_kinds(
             raise DamagedCheckpoint(what, do="Say it in the parameters of each kind of layers.")
         return read_kind(sized, given, 1e4, share)
 
-    used = {name for name, in_window in _IN_WINDOW.items() if in_window in windows}
+    used = {name for name, in_window in WINDOWS.items() if in_window in windows}
     kinds = {name: read(name) for name in sorted(used)}
     for fields in () if partial else kinds.values():
         _check_whole(fields, config)

@@ -13,12 +13,20 @@ Step 3.7 alone. Published files have experts in three tensors for a layer, its c
 codes of each expert by itself.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from precisionctl.architectures import config_keys as keys
-from precisionctl.architectures.config_layers import by_kind, layer_types, layers_in_window, listed_layers, nowhere
+from precisionctl.architectures.config_layers import (
+    WINDOWS,
+    by_kind,
+    layers_in_window,
+    listed_layers,
+    nowhere,
+    numbered_layers,
+    window_fields,
+)
 from precisionctl.architectures.head_rearrangements import QKV_GATES
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, only_with, renamed
 from precisionctl.architectures.rearrangements import VOCABULARY
@@ -94,10 +102,7 @@ _PREDICTION = llama.prediction_layer(
     ),
 )
 
-_KINDS = {True: "sliding_attention", False: "full_attention"}
-_BY_LAYER = ("rope_theta", "partial_rotary_factor")
-"""What published files list by layer of rotary embeddings, and not among those of `rope_scaling`."""
-_MLPS = ("mlp_layer_types", "moe_layers_enum")
+_KINDS = {in_window: kind for kind, in_window in WINDOWS.items()}
 
 
 def _ahead(config: keys.Config) -> int:
@@ -125,12 +130,13 @@ def _windows(config: keys.Config) -> list[bool]:
     return windows
 
 
-def _of_kind(config: keys.Config, key: str, windows: Sequence[bool], kind: bool) -> Any:
+def _of_kind(config: keys.Config, key: str, windows: Sequence[bool], in_window: bool) -> Any:
     """What a key says of the layers with a window, or of those without one: for all of them, or in a list by layer."""
     value = config.get(key)
     if not isinstance(value, list):
         return value
-    of_kind = [each for each, there in zip(_of_decoder(config, key) or (), windows, strict=True) if there == kind]
+    by_layer = zip(_of_decoder(config, key) or (), windows, strict=True)
+    of_kind = [each for each, there in by_layer if there == in_window]
     if any(each != of_kind[0] for each in of_kind):
         raise UnknownArchitecture(f"{key}={shown(value)}", do="Known is one value for each kind of layer.")
     return of_kind[0] if of_kind else None
@@ -139,11 +145,11 @@ def _of_kind(config: keys.Config, key: str, windows: Sequence[bool], kind: bool)
 def _by_kinds(config: keys.Config, windows: Sequence[bool]) -> dict[str, Any]:
     """Rotary parameters by kind of layer, of published words."""
     found: dict[str, Any] = {}
-    for kind in sorted({*windows}):
-        share = _of_kind(config, "partial_rotary_factors", windows, kind)
-        theta = _of_kind({"rope_theta": 1e4, **config}, "rope_theta", windows, kind)
-        found[_KINDS[kind]] = {"rope_type": "default", "rope_theta": theta}
-        found[_KINDS[kind]] |= {} if share is None else {"partial_rotary_factor": share}
+    for in_window in sorted({*windows}):
+        share = _of_kind(config, "partial_rotary_factors", windows, in_window)
+        theta = _of_kind({**_ABSENT, **config}, "rope_theta", windows, in_window)
+        of_kind = found[_KINDS[in_window]] = {"rope_type": "default", "rope_theta": theta}
+        of_kind |= {} if share is None else {"partial_rotary_factor": share}
     scaling = config.get("rope_scaling")
     if scaling and _KINDS[False] in found:
         if not isinstance(scaling, Mapping):
@@ -196,11 +202,9 @@ def _read_heads(config: keys.Config, windows: Sequence[bool]) -> keys.Fields:
         if other and keys.size(config, key) != in_window:
             raise DamagedCheckpoint(f"{key} is {shown(config[key])} beside {in_window} in attention_other_setting")
         in_window = keys.size(config, key)
-    by_layer = {layer: {"num_attention_heads": in_window} for layer, there in enumerate(windows) if there}
+    by_layer = {str(layer): {"num_attention_heads": in_window} for layer, there in enumerate(windows) if there}
     own = config.get("per_layer_config")
-    if own is not None and {str(layer): each for layer, each in dict(own).items()} != {
-        str(layer): each for layer, each in by_layer.items()
-    }:
+    if own is not None and {str(layer): each for layer, each in dict(own).items()} != by_layer:
         do = "Known is another number of heads in layers with a window."
         raise UnknownArchitecture(f"per_layer_config={shown(own)}", do=do)
     return {
@@ -218,21 +222,15 @@ def _read_attention(config: keys.Config) -> keys.Fields:
     turning = config.get("use_rope_layers") or []
     if not isinstance(turning, list) or not all(turning):
         raise UnknownArchitecture(f"use_rope_layers={shown(turning)}", do="Known are positions in all layers.")
-    window = {"sliding_window": keys.size(config, "sliding_window")} if any(windows) else {}
-    return {
-        **_read_heads(config, windows),
-        **_read_rope(config, windows),
-        **window,
-        "window_layers": tuple(windows) if window else None,
-    }
+    return {**_read_heads(config, windows), **_read_rope(config, windows), **window_fields(config, windows)}
 
 
 def _write_attention(model: ModelShape) -> keys.Config:
     windows = [model.in_window(layer) for layer in range(model.num_layers)]
     of_all = windows + [any(windows)] * model.mtp_num_layers
     rope = write_rope_of_kinds(model)["rope_parameters"]
-    said = {kind: (rope[name]["rope_theta"], rope[name]["partial_rotary_factor"]) for kind, name in _KINDS.items()}
-    scaling = {key: value for key, value in rope[_KINDS[False]].items() if key not in _BY_LAYER}
+    listed = ("rope_theta", "partial_rotary_factor")
+    scaling = {key: value for key, value in rope[_KINDS[False]].items() if key not in listed}
     in_window = {
         "attention_type": _KINDS[True],
         "num_attention_heads": model.num_attention_heads,
@@ -245,9 +243,9 @@ def _write_attention(model: ModelShape) -> keys.Config:
         "head_dim": model.kv_channels,
         "attention_other_setting": in_window if any(windows) else None,
         "sliding_window": model.sliding_window,
-        "layer_types": layer_types(model) + [_KINDS[any(windows)]] * model.mtp_num_layers,
-        "rope_theta": [said[kind][0] for kind in of_all],
-        "partial_rotary_factors": [said[kind][1] for kind in of_all],
+        "layer_types": [_KINDS[each] for each in of_all],
+        "rope_theta": [rope[_KINDS[each]]["rope_theta"] for each in of_all],
+        "partial_rotary_factors": [rope[_KINDS[each]]["partial_rotary_factor"] for each in of_all],
         "rope_scaling": scaling if scaling["rope_type"] != "default" else None,
         "yarn_only_types": [_KINDS[False]],
     }
@@ -267,7 +265,7 @@ def _listed_experts(config: keys.Config) -> list[bool]:
         items = numbers.split(",") if isinstance(numbers, str) else numbers
         if not isinstance(items, list):
             raise DamagedCheckpoint(f"moe_layers_enum is {shown(numbers)}, not a list of layers")
-        sparse = {int(item) for item in items[: 1 << 13] if str(item).strip()}
+        sparse = numbered_layers([int(item) for item in items if str(item).strip()], "moe_layers_enum")
         found = [layer in sparse for layer in range(number)]
         ahead += ["sparse" for layer in range(number, number + _ahead(config)) if layer in sparse]
         if listed not in (None, found):
@@ -315,11 +313,7 @@ def _read_prediction(config: keys.Config) -> keys.Fields:
 
 def _unwritten(*only: keys.Only) -> tuple[keys.Rule, ...]:
     """Keys of transformers' class that no published file has."""
-
-    def reading(each: keys.Only) -> Callable[[keys.Config], keys.Fields]:
-        return each.read
-
-    return tuple(keys.Rule(each.keys, reading(each)) for each in only)
+    return tuple(keys.Rule(each.keys, each.read) for each in only)
 
 
 _WORDS = {
@@ -374,7 +368,10 @@ ARCHITECTURE = Architecture(
         keys.Key("moe.ffn_hidden_size", "moe_intermediate_size", 1280),
         keys.Key("moe.shared_ffn_hidden_size", "share_expert_dim", 1280, synonym="share_expert_dims"),
         keys.Rule(
-            (*_MLPS, "mtp_mlp_layer_types", "swiglu_limits", "swiglu_limits_shared"),
+            (
+                *("mlp_layer_types", "moe_layers_enum", "mtp_mlp_layer_types"),
+                *("swiglu_limits", "swiglu_limits_shared"),
+            ),
             _read_mlps,
             _write_mlps,
         ),
