@@ -200,7 +200,7 @@ _NEMOTRON = (
 )
 """Of Nemotron Nano VL and Omni. The former is within `llava_model.`, the latter was at first."""
 
-_HEARS_WHAT_THINKS = BridgeRow("audio_model.**", "thinker.audio_tower.**")
+_AUDIO_OF_THINKER = BridgeRow("audio_model.**", "thinker.audio_tower.**")
 """Within `thinker.`, as all of a Qwen that thinks and hears."""
 
 TOWERS_IN_BRIDGE: Mapping[str, tuple[BridgeRow, ...]] = {
@@ -226,9 +226,9 @@ TOWERS_IN_BRIDGE: Mapping[str, tuple[BridgeRow, ...]] = {
         BridgeRow("image_insert_embedding.align_projector.**", "vit_large_projector.**"),
     ),
     **dict.fromkeys(
-        ("qwen2_5_omni", "qwen3_omni_moe"), (*_as_they_are("visual", within="thinker."), _HEARS_WHAT_THINKS)
+        ("qwen2_5_omni", "qwen3_omni_moe"), (*_as_they_are("visual", within="thinker."), _AUDIO_OF_THINKER)
     ),
-    "qwen3_asr": (_HEARS_WHAT_THINKS,),
+    "qwen3_asr": (_AUDIO_OF_THINKER,),
     **dict.fromkeys(NEMOTRONS, _NEMOTRON),
 }
 """By `model_type`: the towers of wrappers that Bridge trains. The first row that fits a name is its row."""
@@ -244,7 +244,9 @@ ONCE = ""
 _DEPTH, _LAYERS = "vision_config.depth", "vision_config.num_hidden_layers"
 _VISUAL, _BLOCK, _SIGLIP = "model.visual", "model.visual.blocks.*", "vision_tower.vision_model"
 _PROJECTOR, _RESBLOCK = "multi_modal_projector", "vision_model.transformer.resblocks.*"
-_CLIP = "layer_norm1 layer_norm2 mlp.fc1 mlp.fc2 self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.out_proj"
+_CLIP_LAYER = (
+    "layer_norm1 layer_norm2 mlp.fc1 mlp.fc2 self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.out_proj"
+)
 _QWEN_3_5_TENSORS = {
     ONCE: _tensors(_VISUAL, "patch_embed.proj merger.norm merger.linear_fc1 merger.linear_fc2", "pos_embed"),
     _DEPTH: _tensors(_BLOCK, "norm1 norm2 attn.qkv attn.proj mlp.linear_fc1 mlp.linear_fc2"),
@@ -255,11 +257,13 @@ _QWEN_3_TENSORS = _QWEN_3_5_TENSORS | {
     ),
 }
 _GATED_MLP = "attn.qkv attn.proj mlp.gate_proj mlp.up_proj mlp.down_proj"
-_LISTENING = "self_attn_layer_norm final_layer_norm fc1 fc2 self_attn.q_proj self_attn.v_proj self_attn.out_proj"
-_LISTENS, _SEES = "thinker.audio_tower", "thinker.visual"
-_OF_QWEN_3_ASR = {
-    ONCE: _tensors(_LISTENS, "conv2d1 conv2d2 conv2d3 ln_post proj1 proj2", "conv_out"),
-    "thinker_config.audio_config.encoder_layers": _tensors(f"{_LISTENS}.layers.*", f"{_LISTENING} self_attn.k_proj"),
+_WHISPER_LAYER = "self_attn_layer_norm final_layer_norm fc1 fc2 self_attn.q_proj self_attn.v_proj self_attn.out_proj"
+_THINKER_AUDIO, _THINKER_VISUAL = "thinker.audio_tower", "thinker.visual"
+_QWEN_3_ASR_TENSORS = {
+    ONCE: _tensors(_THINKER_AUDIO, "conv2d1 conv2d2 conv2d3 ln_post proj1 proj2", "conv_out"),
+    "thinker_config.audio_config.encoder_layers": _tensors(
+        f"{_THINKER_AUDIO}.layers.*", f"{_WHISPER_LAYER} self_attn.k_proj"
+    ),
 }
 
 TENSORS_OF_TOWERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -269,7 +273,7 @@ TENSORS_OF_TOWERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             *_tensors(_PROJECTOR, weights="mm_soft_emb_norm"),
             f"{_PROJECTOR}.mm_input_projection_weight",
         ),
-        _LAYERS: _tensors(f"{_SIGLIP}.encoder.layers.*", _CLIP),
+        _LAYERS: _tensors(f"{_SIGLIP}.encoder.layers.*", _CLIP_LAYER),
     },
     "qwen2_5_vl": {
         ONCE: _tensors("visual", "merger.mlp.0 merger.mlp.2", "patch_embed.proj merger.ln_q"),
@@ -304,7 +308,7 @@ TENSORS_OF_TOWERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "qwen2_audio": {
         ONCE: (*_tensors("audio_tower", "conv1 conv2 layer_norm", "embed_positions"), *_tensors(_PROJECTOR, "linear")),
-        "audio_config.encoder_layers": _tensors("audio_tower.layers.*", _LISTENING, "self_attn.k_proj"),
+        "audio_config.encoder_layers": _tensors("audio_tower.layers.*", _WHISPER_LAYER, "self_attn.k_proj"),
     },
     "gemma4": {
         ONCE: (
@@ -335,32 +339,36 @@ TENSORS_OF_TOWERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             *_tensors(_PROJECTOR, weights="linear_1 linear_2"),
             *_tensors("patch_merge_mlp", weights="linear_1 linear_2"),
         ),
-        _LAYERS: _tensors(f"{_SIGLIP}.encoder.layers.*", _CLIP),
+        _LAYERS: _tensors(f"{_SIGLIP}.encoder.layers.*", _CLIP_LAYER),
     },
     "qwen2_5_omni": {
         ONCE: (
-            *_tensors(_SEES, "merger.mlp.0 merger.mlp.2", "patch_embed.proj merger.ln_q"),
-            *_tensors(_LISTENS, "conv1 conv2 ln_post proj", "audio_bos_eos_token"),
+            *_tensors(_THINKER_VISUAL, "merger.mlp.0 merger.mlp.2", "patch_embed.proj merger.ln_q"),
+            *_tensors(_THINKER_AUDIO, "conv1 conv2 ln_post proj", "audio_bos_eos_token"),
         ),
         "thinker_config.vision_config.depth": _tensors(
-            f"{_SEES}.blocks.*",
+            f"{_THINKER_VISUAL}.blocks.*",
             "attn.q attn.k attn.v attn.proj mlp.gate_proj mlp.up_proj mlp.down_proj",
             "norm1 norm2",
         ),
-        "thinker_config.audio_config.encoder_layers": _tensors(f"{_LISTENS}.layers.*", _LISTENING, "self_attn.k_proj"),
+        "thinker_config.audio_config.encoder_layers": _tensors(
+            f"{_THINKER_AUDIO}.layers.*", _WHISPER_LAYER, "self_attn.k_proj"
+        ),
     },
     "qwen3_omni_moe": {
         ONCE: (
-            *_tensors(_SEES, "patch_embed.proj merger.ln_q merger.mlp.0 merger.mlp.2", "pos_embed"),
-            *_OF_QWEN_3_ASR[ONCE],
+            *_tensors(_THINKER_VISUAL, "patch_embed.proj merger.ln_q merger.mlp.0 merger.mlp.2", "pos_embed"),
+            *_QWEN_3_ASR_TENSORS[ONCE],
         ),
         "thinker_config.vision_config.depth": _tensors(
-            f"{_SEES}.blocks.*", "norm1 norm2 attn.qkv attn.proj mlp.linear_fc1 mlp.linear_fc2"
+            f"{_THINKER_VISUAL}.blocks.*", "norm1 norm2 attn.qkv attn.proj mlp.linear_fc1 mlp.linear_fc2"
         ),
-        "thinker_config.vision_config.deepstack_visual_indexes": _tensors(f"{_SEES}.merger_list.*", "ln_q mlp.0 mlp.2"),
-        **{key: tensors for key, tensors in _OF_QWEN_3_ASR.items() if key != ONCE},
+        "thinker_config.vision_config.deepstack_visual_indexes": _tensors(
+            f"{_THINKER_VISUAL}.merger_list.*", "ln_q mlp.0 mlp.2"
+        ),
+        **{key: tensors for key, tensors in _QWEN_3_ASR_TENSORS.items() if key != ONCE},
     },
-    "qwen3_asr": _OF_QWEN_3_ASR,
+    "qwen3_asr": _QWEN_3_ASR_TENSORS,
     **dict.fromkeys(
         NEMOTRONS,
         {
@@ -402,12 +410,12 @@ TENSORS_OF_TOWERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 """By `model_type`: the tensors that all towers of the kind have, under published names: those that are there `ONCE`,
 and those that each layer has, by the key of config.json that says how many layers there are. Where a model hears only
-if config.json says how (OPTIONAL), those without a number are there once if it does."""
+if config.json says how (OPTIONAL_PARTS), those without a number are there once if it does."""
 
-SPEAKING = dict.fromkeys(("qwen2_5_omni", "qwen3_omni_moe"), "talker.")
+TALKERS = dict.fromkeys(("qwen2_5_omni", "qwen3_omni_moe"), "talker.")
 """What Bridge leaves out of these (qwen25_omni_bridge.py, qwen3_omni_bridge.py), by the beginning of its names."""
 
-OPTIONAL = ("audio_config", "sound_config")
+OPTIONAL_PARTS = ("audio_config", "sound_config")
 """Parts of config.json that are absent, or null, of models that do not hear."""
 
 

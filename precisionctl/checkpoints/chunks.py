@@ -87,6 +87,18 @@ class Box:
             start, count = start + cut.elements, count - cut.elements
 
 
+def cut_into_runs(boxes: Sequence[Box], runs: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, Box, int]]:
+    """Runs of rows of a tensor that is in these boxes, put into another one: where a run begins there, its first row,
+    and how many it has. Yields boxes of the other tensor, each with the number of the box that has its elements, and
+    how many elements of that come before."""
+    for row, first, rows in runs:
+        for number, box in enumerate(boxes):
+            begin, end = max(first, box.row), min(first + rows, box.row + box.rows)
+            if begin < end:
+                cut = Box(row + begin - first, end - begin, box.column, box.columns)
+                yield number, cut, (begin - box.row) * box.columns
+
+
 class Computed(Protocol):
     """The rows of a tensor that is stored nowhere: they are computed when they are read."""
 

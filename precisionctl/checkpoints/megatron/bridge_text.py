@@ -1,16 +1,16 @@
 """Text models of which Megatron-Bridge has tensors in other places, under other names or with more rows than a plan."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from precisionctl.checkpoints.base import WITH_REFERENCE
-from precisionctl.checkpoints.chunks import Box
-from precisionctl.checkpoints.megatron.keys import PARAMETER_STATE
+from precisionctl.checkpoints.chunks import cut_into_runs
 from precisionctl.checkpoints.torch_files.dcp_tensors import LogicalTensor, TensorPart
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.model.model_shape import ModelShape
+from precisionctl.param import kind_and_parameter
 
 _OUTSIDE_OF_LAYERS = (
     # MiniMax-M3 (models/minimax_m3/modeling_minimax_m3_vl.py)
@@ -26,21 +26,23 @@ _OUTSIDE_OF_LAYERS = (
     (re.compile(r"(per_layer_(?:embedding|model_proj|proj_norm)\.weight)"), r"embedding.\1"),
 )
 _BESIDE_EXPERTS = "pre_shared_expert_layernorm"
-_IN_LAYERS = (
-    # in layers of Gemma 4 with this module, its norms, and where a plan has them
-    (_BESIDE_EXPERTS, _BESIDE_EXPERTS, "mlp.shared_experts.linear_fc1.layer_norm_"),
-    (_BESIDE_EXPERTS, "mlp.post_shared_expert_layernorm", "mlp.shared_experts.linear_fc2.post_layernorm."),
-    (_BESIDE_EXPERTS, "pre_mlp_layernorm", "mlp.pre_moe_layernorm."),
-    (_BESIDE_EXPERTS, "post_ffn_layernorm", "mlp.post_layernorm."),
-    ("post_self_attn_layernorm", "post_self_attn_layernorm", "self_attention.linear_proj.post_layernorm."),
-    ("post_mlp_layernorm", "post_mlp_layernorm", "mlp.linear_fc2.post_layernorm."),
-)
-_LAYER = re.compile(r"(decoder\.layers\.\d{1,9}\.)(.+)")
-_NORM = {f"{module}.weight": (having, there) for having, module, there in _IN_LAYERS}
+_NORMS_BESIDE_EXPERTS = {
+    _BESIDE_EXPERTS: "mlp.shared_experts.linear_fc1.layer_norm_",
+    "mlp.post_shared_expert_layernorm": "mlp.shared_experts.linear_fc2.post_layernorm.",
+    "pre_mlp_layernorm": "mlp.pre_moe_layernorm.",
+    "post_ffn_layernorm": "mlp.post_layernorm.",
+}
+"""In layers of Gemma 4 with experts, which have the first of these: norms, and what a plan has for them."""
+_NORMS = {
+    "post_self_attn_layernorm": "self_attention.linear_proj.post_layernorm.",
+    "post_mlp_layernorm": "mlp.linear_fc2.post_layernorm.",
+}
+"""The same in all its layers."""
+_LAYER = re.compile(r"(decoder\.layers\.\d{1,9}\.)(.+)\.weight")
 _ATTENTION = re.compile(r"decoder\.layers\.(\d{1,9})\.self_attention(?:_(sliding|global))?\.(.+)")
-_APART = ".self_attention_sliding.", ".self_attention_global."
-_LAYERS_OF_GEMMA_4 = (*_APART, ".post_self_attn_layernorm.", f".{_BESIDE_EXPERTS}.")
-_BRIDGES = (*_LAYERS_OF_GEMMA_4, "lightning_indexers.", "per_layer_")
+_BY_KIND = ".self_attention_sliding.", ".self_attention_global."
+_OF_GEMMA_4 = (*_BY_KIND, ".post_self_attn_layernorm.", f".{_BESIDE_EXPERTS}.")
+_SIGNS = (*_OF_GEMMA_4, "lightning_indexers.", "per_layer_")
 """Parts of names, one of which a model has that is otherwise in a plan."""
 
 
@@ -57,19 +59,19 @@ def as_in_plans(
     Raises UnknownArchitecture without a config.json that says which layers have a window, DamagedCheckpoint where it
     says of another number of layers, and where two tensors have one name.
     """
-    parts = {part for name in found for part in _BRIDGES if part in name}
+    parts = {part for name in found for part in _SIGNS if part in name}
     if not parts:
         return dict(found)
-    model = described() if parts.intersection(_LAYERS_OF_GEMMA_4) else None
+    model = described() if parts.intersection(_OF_GEMMA_4) else None
     if model is None or model.global_attention is None:
-        if parts.intersection(_APART):
+        if parts.intersection(_BY_KIND):
             what = "Megatron-Bridge counts kinds of layers apart, as of a Gemma 4, and no config.json of one says which"
             raise UnknownArchitecture(f"{what} layers have a window", where=where, do=WITH_REFERENCE)
         model = None
     layers = _layers(found, model, where) if model else {}
     named: dict[str, LogicalTensor] = {}
     for name, one in found.items():
-        parameter = _parameter(name)
+        _, parameter = kind_and_parameter(name)
         there, tensor = _moved(parameter, found), one
         if model and (match := _ATTENTION.fullmatch(parameter)):
             layer = layers[match[2]][int(match[1])] if match[2] else int(match[1])
@@ -85,17 +87,11 @@ def as_in_plans(
     return named
 
 
-def _parameter(name: str) -> str:
-    """The parameter that a tensor is, or that an optimizer's is of."""
-    state = PARAMETER_STATE.fullmatch(name)
-    return state[2] if state else name
-
-
 def _layers(names: Iterable[str], model: ModelShape, where: Path) -> dict[str, Mapping[int, int]]:
     """By kind, the layers by the numbers that Bridge has for them: their own if all layers are stored by themselves,
     else the place among those of the kind."""
     numbers: dict[str, set[int]] = {}
-    for match in (_ATTENTION.fullmatch(_parameter(name)) for name in names):
+    for match in (_ATTENTION.fullmatch(kind_and_parameter(name)[1]) for name in names):
         if match and match[2]:
             numbers.setdefault(match[2], set()).add(int(match[1]))
     layers: dict[str, Mapping[int, int]] = {}
@@ -113,11 +109,11 @@ def _moved(parameter: str, names: Collection[str]) -> str:
     for pattern, there in _OUTSIDE_OF_LAYERS:
         if match := pattern.fullmatch(parameter):
             return match.expand(there)
-    layer = _LAYER.fullmatch(parameter)
-    if layer and layer[2] in _NORM:
-        having, module = _NORM[layer[2]]
-        if f"{layer[1]}{having}.weight" in names:
-            return f"{layer[1]}{module}weight"
+    if layer := _LAYER.fullmatch(parameter):
+        beside_experts = f"{layer[1]}{_BESIDE_EXPERTS}.weight" in names
+        norms = _NORMS | (_NORMS_BESIDE_EXPERTS if beside_experts else {})
+        if layer[2] in norms:
+            return f"{layer[1]}{norms[layer[2]]}weight"
     return parameter
 
 
@@ -133,15 +129,6 @@ def _without_unused(qkv: LogicalTensor, model: ModelShape, layer: int) -> Logica
     kept = (all_heads - unused) * channels
     runs = [(group * kept, group * all_heads * channels, kept) for group in range(groups)]
     spec = replace(qkv.spec, shape=(groups * kept, *qkv.spec.shape[1:]))
-    return LogicalTensor(spec, tuple(_rows(qkv.parts, runs)))
-
-
-def _rows(parts: Sequence[TensorPart], runs: Sequence[tuple[int, int, int]]) -> Iterator[TensorPart]:
-    """Runs of rows: where each begins in the result and among the parts', and how many there are."""
-    for row, first, rows in runs:
-        for part in parts:
-            box = part.box
-            begin, end = max(first, box.row), min(first + rows, box.row + box.rows)
-            if begin < end:
-                cut = Box(row + begin - first, end - begin, box.column, box.columns)
-                yield TensorPart(cut, part.piece, part.start + (begin - box.row) * box.columns)
+    cut = cut_into_runs([part.box for part in qkv.parts], runs)
+    parts = ((qkv.parts[number], box, skipped) for number, box, skipped in cut)
+    return LogicalTensor(spec, tuple(TensorPart(box, part.piece, part.start + skipped) for part, box, skipped in parts))

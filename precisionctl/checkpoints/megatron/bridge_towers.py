@@ -13,15 +13,15 @@ import numpy as np
 from precisionctl.architectures.config_keys import Config
 from precisionctl.architectures.towers_in_bridge import (
     ONCE,
-    OPTIONAL,
-    SPEAKING,
+    OPTIONAL_PARTS,
+    TALKERS,
     TENSORS_OF_TOWERS,
     BridgeRow,
     Order,
     in_bridge,
 )
 from precisionctl.architectures.wrappers import TOWERS
-from precisionctl.checkpoints.chunks import Box, Chunk, Chunked, whole
+from precisionctl.checkpoints.chunks import Chunk, Chunked, cut_into_runs, whole
 from precisionctl.checkpoints.computed_rows import TransposedRows
 from precisionctl.errors import DamagedCheckpoint, RecipeError, shown
 from precisionctl.param import TensorSpec
@@ -91,10 +91,10 @@ class BridgeTowers:
         _check_sizes(self._config, described, self._where)
         _check_layers(self._published, self._where)
         _check_tensors(self._published, self._config, self._where)
-        speaking = SPEAKING.get(self._config["model_type"])
-        speaks = speaking and self._config.get("enable_audio_output") is not False
-        if speaks and not any(name.startswith(f"{TOWERS}{speaking}") for name in self._beside.specs):
-            what = f"Megatron-Bridge does not train what speaks (`{speaking}`), and the reference has no weights of it"
+        talker = TALKERS.get(self._config["model_type"])
+        speaks = talker and self._config.get("enable_audio_output") is not False
+        if speaks and not any(name.startswith(f"{TOWERS}{talker}") for name in self._beside.specs):
+            what = f"Megatron-Bridge does not train what speaks (`{talker}`), and the reference has no weights of it"
             do = "Give a reference with all weights, or one whose config.json says enable_audio_output: false."
             raise RecipeError(what, where=self._where, do=do)
 
@@ -129,14 +129,9 @@ class BridgeTowers:
             yield from stored
             return
         order = self._orders(moved.row.order, self._stored.specs[moved.stored].rows)[moved.part]
-        for row, first, rows in _runs(order):
-            for chunk in stored:
-                box = chunk.box
-                begin, end = max(first, box.row), min(first + rows, box.row + box.rows)
-                if begin < end:
-                    skipped = (begin - box.row) * box.columns * spec.dtype.itemsize
-                    part = Box(row + begin - first, end - begin, box.column, box.columns)
-                    yield Chunk(part, chunk.place, chunk.offset + skipped)
+        for number, box, skipped in cut_into_runs([chunk.box for chunk in stored], _runs(order)):
+            chunk = stored[number]
+            yield Chunk(box, chunk.place, chunk.offset + skipped * spec.dtype.itemsize)
 
 
 def _check_sizes(config: Config, described: Config, where: Path) -> None:
@@ -169,9 +164,9 @@ def _check_tensors(specs: Mapping[str, TensorSpec], config: Config, where: Path)
     do = "Is config.json this model's? If it is, copy the checkpoint again, or save it again."
     for key, tensors in TENSORS_OF_TOWERS[config["model_type"]].items():
         part, _, last = key.rpartition(".")
-        sizes = config if key == ONCE else _part_of(config, part)
+        sizes = {} if key == ONCE else _part_of(config, part)
         if sizes is None:
-            if part in OPTIONAL:
+            if part in OPTIONAL_PARTS:
                 continue
             raise DamagedCheckpoint(f"config.json has no {part}", where=where, do="Is config.json this model's?")
         count = None if key == ONCE else _count(sizes.get(last), key, where)

@@ -305,15 +305,14 @@ def _in_megatrons_words(fields: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if fields.get("position_embedding_type") == "mrope":
         found["position_embedding_type"] = "rope"
-    if not _provider(fields).startswith(("Gemma3", "Gemma4")):
+    provider = _provider(fields)
+    if not provider.startswith(("Gemma3", "Gemma4")):
         return found
     base, window, pattern = (fields.get(name) for name in ("rotary_base", "window_size", "interleaved_attn_pattern"))
     found["qk_layernorm"] = True
-    if _provider(fields).startswith("Gemma4"):
-        found |= {
-            "softmax_scale": 1.0,
-            "moe_router_pre_softmax": False,
-        }  # its router divides by the sum, whatever is said
+    if provider.startswith("Gemma4"):
+        found["softmax_scale"] = 1.0
+        found["moe_router_pre_softmax"] = False  # its router divides by the sum, whatever is said
         base = fields.get("full_attention_rope_base", base)  # of its dense provider
         if type(base) in (int, float):
             found["rotary_base"] = base
