@@ -42,6 +42,10 @@ class CoreWorld(World):
         self.data_count = parallel_state.get_data_parallel_world_size()
         self.tensor_rank = parallel_state.get_tensor_model_parallel_rank()
 
+    def sum_over_data_ranks(self, values: Tensor) -> Tensor:
+        """As a World's. Ranks of all other kinds have the same rows here, and count what is the same."""
+        return self.all_reduce_sum(values) / (self.count // self.data_count)
+
 
 @contextmanager
 def core_world(ranks: Ranks, recipe: Recipe) -> Iterator[CoreWorld]:
@@ -138,7 +142,11 @@ class CoreRun:
             for name, buffer in stage.named_buffers()
             if name.endswith(".expert_bias")
         ]
-        total, targets = self._accumulate_gradients(batches)
+        computed = training_flops(self.model, [length for batch in batches for length in batch.lengths])
+        mine = torch.tensor([sum(batch.targets for batch in batches), computed], dtype=torch.float64)
+        of_all = self.world.sum_over_data_ranks(mine)
+        targets, flops = int(of_all[0]), float(of_all[1])
+        total = self._accumulate_gradients(batches, targets)
         for group in self.optimizer.param_groups:
             group["lr"], group["weight_decay"] = rate, group["wd_mult"] * self.recipe.optimizer.weight_decay
         self.optimizer.prepare_grads()
@@ -163,19 +171,18 @@ class CoreRun:
             tokens=self.tokens,
             tokens_per_second=targets / seconds,
             seconds=seconds,
-            cost=self._cost(batches).finish(seconds, ()),
+            cost=self._cost(flops).finish(seconds, ()),
             skipped=self.skipped.running or None,
         )
 
-    def _accumulate_gradients(self, batches: Sequence[Batch]) -> tuple[float, int]:
+    def _accumulate_gradients(self, batches: Sequence[Batch], targets: int) -> float:
         """Forward and backward of an update by Megatron's schedule for these parallel sizes, which ends with gradients
-        that are reduced. Returns the loss summed over the targets of all ranks, and their number.
+        that are reduced. Returns the loss summed over all ranks' `targets`, of which this is the number.
 
         Losses are divided by it before the backward, as in the bundled trainer: Megatron would divide gradients after
         it, whose amaxes in FP8 state would be as many times larger."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        targets = int(self._of_all_rows(sum(batch.targets for batch in batches)))
         self.config.grad_scale_func = lambda losses: self.optimizer.scale_loss(losses) / targets
         for stage in self.stages:
             stage.zero_grad_buffer()
@@ -193,16 +200,10 @@ class CoreRun:
         total = torch.zeros((), dtype=torch.float64)
         if passes and self.world.tensor_rank == 0:
             total = torch.stack(passes).sum().double().cpu()
-        return float(self.world.all_reduce_sum(total)), targets
+        return float(self.world.all_reduce_sum(total))
 
-    def _of_all_rows(self, here: float) -> float:
-        """What all ranks have counted in their rows, each of which several have."""
-        copies = self.world.count // self.world.data_count
-        return float(self.world.all_reduce_sum(torch.tensor(here, dtype=torch.float64))) / copies
-
-    def _cost(self, batches: Sequence[Batch]) -> PendingStepCost:
-        """What the host knows of an update's cost. All ranks share the FLOPs of all rows."""
-        flops = self._of_all_rows(training_flops(self.model, [n for batch in batches for n in batch.lengths]))
+    def _cost(self, flops: float) -> PendingStepCost:
+        """What the host knows of an update's cost. All ranks share its `flops`."""
         cuda = self.device.type == "cuda"
         gpu = torch.cuda.max_memory_allocated() if cuda else 0
         gpu_bytes, most = self.world.all_reduce_max(torch.tensor([gpu, host_bytes()])).tolist()
@@ -225,7 +226,7 @@ def _check_buckets(stages: Sequence[Any]) -> None:
 
 def _forward(batches: Iterator[Batch], stage: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
     """Run a micro-batch through a stage. Returns the last stage's losses `[rows, length]` and a function that sums them
-    and counts the targets.
+    and counts the targets, which Megatron asks for.
 
     Rows are padded at the right, which causal attention does not see. Routers get a mask, so that they do not count
     padding.
