@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.megatron.keys import layer_of
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import MissingFp8State, PrecisionError
 from precisionctl.fp8.state import Fp8States
@@ -136,9 +137,9 @@ def _of_linear(module: nn.Module | None) -> dict[str, Tensor]:
 
 def _experts(old: nn.Module, module: str, plan: Plan, states: Fp8States, backend: Backend) -> nn.Module:
     """The trainer's module for the experts of a layer, which transformers has in two tensors."""
-    moe = plan.model.moe
-    assert moe is not None, "there are experts"
-    new = Experts(module, plan.model, moe, backend, int(module.split(".")[2]))  # decoder.layers.N
+    moe, at = plan.model.moe, layer_of(module)
+    assert moe is not None and at is not None, "there are experts, and in a layer"
+    new = Experts(module, plan.model, moe, backend, at[0])
     first = old.get_parameter("gate_up_proj" if plan.model.gated_linear_unit else "up_proj")
     weights = dict[str, Tensor]()
     for part, linear, stack in (

@@ -206,7 +206,7 @@ def as_in_megatron(model: ModelShape, *, in_bridge: bool = False) -> ModelShape:
 
 def as_config_says(args: Mapping[str, Any], model: ModelShape) -> dict[str, Any]:
     """The arguments, overruled by the config.json that describes this model. What no config.json says (MEGATRON_ONLY)
-    stays."""
+    stays. Rotary bases of each layer go: no argument of ours says them, but config.json does, in its own words."""
     said = {name: value for name, value in to_megatron_args(model).items() if name not in _ONLY_ARGS}
     return {**args, **said, _BASES: None}
 

@@ -116,7 +116,7 @@ class SelfAttention(nn.Module):
         self.value_scale, self.clip = model.attention_value_scale, model.clip_qkv
         self.interleaved, self.norms_after_rope = model.rotary_interleaved, model.qk_layernorm_after_rope
         self.gated = model.attention_output_gate
-        self.of_head_gates = model.qkv_parts[1] // backend.world.tensor.size
+        self.head_gates = model.qkv_parts[1] // backend.world.tensor.size  # this rank's rows of them
         self.value_channels = model.value_channels
         self.output_norm: nn.Module | None = None
         if model.attention_output_norm:
@@ -134,9 +134,10 @@ class SelfAttention(nn.Module):
     ) -> tuple[Tensor, KeysValues]:
         """`[T, E]` to the same, and the keys and values that it read: the `shared` ones of another layer, or its
         own."""
-        made = self.linear_qkv(hidden)
-        made, head_gates = torch.split(made, [made.shape[-1] - self.of_head_gates, self.of_head_gates], -1)
-        qkv = made.reshape(*positions.shape, self.groups, -1)
+        qkv, head_gates = self.linear_qkv(hidden), None
+        if self.head_gates:
+            qkv, head_gates = torch.split(qkv, [qkv.shape[-1] - self.head_gates, self.head_gates], -1)
+        qkv = qkv.reshape(*positions.shape, self.groups, -1)
         if self.clip is not None:
             qkv = qkv.clamp(-self.clip, self.clip)
         # split, and not sliced: their gradients are then put together once, instead of added to zeros one by one
@@ -163,7 +164,7 @@ class SelfAttention(nn.Module):
             attended = self.output_norm(attended.unflatten(-1, (-1, self.value_channels))).flatten(-2)
         if self.gated:
             attended = gated_by(attended, gate)
-        if self.of_head_gates:
+        if head_gates is not None:
             attended = gated_by_head(attended, head_gates.float().sigmoid())
         if self.linear_gate is not None:
             attended = self.linear_gate(attended, self.backend.world.tensor.enter(hidden))
