@@ -75,6 +75,7 @@ _AS_CODES: Mapping[str, Sequence[str]] = {
         *("self_attn.index_q_proj.weight", "mlp.up_proj.weight", "block_sparse_moe.experts.0.w1.weight"),
     ),
     "mistral4": ("mlp.experts.0.up_proj.weight",),
+    "step3p5": ("moe.experts.0.up_proj.weight",),
 }
 """Names in a layer by which `make_plan` sees that weights are to have those that they have as codes, by family."""
 

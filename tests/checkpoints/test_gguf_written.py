@@ -79,7 +79,7 @@ def test_codes_of_heads_that_are_turned_are_known_and_a_reference_describes_what
     assert check_directory(file, LLAMA_CPP, reference=published).passes
 
 
-WITH_MTP = ("glm4-moe", "hy-v3", "qwen3-next", "deepseek-v3", "ling-2", "ling-3")
+WITH_MTP = ("glm4-moe", "hy-v3", "qwen3-next", "deepseek-v3", "ling-2", "ling-3", "step3p5")
 
 
 @pytest.mark.parametrize("family", [family for family in WITH_MTP if family not in pico.ABSENT])

@@ -2,10 +2,12 @@
 their own, and the spellings of experts. transformers' text model of Step 3.7 judges what is computed."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
+import gguf_files
 import pico
 import pytest
 import tiny_wrappers
@@ -24,6 +26,10 @@ from transformers import AutoModelForImageTextToText
 
 from precisionctl.architectures.families import architecture_of, from_hf_config, to_hf_config
 from precisionctl.architectures.megatron.megatron_args import otherwise_in_megatron, to_megatron_args
+from precisionctl.checkpoints.gguf.families import FAMILIES, of_llama_cpp
+from precisionctl.checkpoints.gguf.head import read_head
+from precisionctl.checkpoints.gguf.metadata import Described
+from precisionctl.checkpoints.gguf.rotary_tensors import rotary_tensors
 from precisionctl.checkpoints.megatron.provider import to_provider
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_files import dcp_metadata
@@ -319,3 +325,81 @@ def test_released_codes_of_all_experts_in_one_tensor_are_read_and_come_back(tmp_
     run(tmp_path / "m", tmp_path / "back", "hf", precision="bf16")
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert [name for name, each in values.items() if not torch.equal(back[name], each)] == []
+
+
+_GGUF: dict[str, Any] = gguf_files.AS_RELEASED["step3p5"]
+_TURNS_ALL = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 1.0}
+
+_YARN = pico.YARN_ROPE | {"partial_rotary_factor": 0.5}
+
+
+def test_factors_in_gguf_are_of_the_half_that_turns_without_a_window_and_1_elsewhere() -> None:
+    """By the formula of llama.cpp's conversion/step3.py, in FP64."""
+    expected = []
+    for frequency in 1.0 / (5e6 ** (torch.arange(0, 64, 2, dtype=torch.float32) / 64)):
+        wave = 2 * math.pi / float(frequency)
+        smooth = (131072 / wave - 1) / (32 - 1)
+        between = 1 / ((1 - smooth) / 2 + smooth)
+        expected.append(1.0 if wave < 131072 / 32 else 2.0 if wave > 131072 else between)
+    found = rotary_tensors(from_hf_config(FLASH))["rope_freqs.weight"]
+    assert found.tolist() == torch.tensor(expected + [1.0] * 32).tolist()
+
+
+def in_gguf(folder: Path, *, without: str | None = None) -> Path:
+    """A file of a model with a prediction layer, of which a tensor may be missing."""
+    published = gguf_files.source(folder / "hf", "step3p5", **_GGUF)
+    add_mtp(published, torch.bfloat16)
+    tensors = load_file(published / "model.safetensors")
+    save_file({name: each for name, each in tensors.items() if name != without}, published / "model.safetensors")
+    return gguf_files.export(published, folder / "out")
+
+
+def test_prediction_layers_in_gguf_may_be_without_output_layers(tmp_path: Path) -> None:
+    """As Megatron-Bridge saves them."""
+    own = "model.layers.4.transformer.shared_head.output.weight"
+    reader = open_checkpoint(in_gguf(tmp_path, without=own))
+    assert reader.model.mtp_num_layers == 1 and not reader.model.mtp_output_layers
+    assert "model.layers.4.transformer.shared_head.norm.weight" in reader.specs and own not in reader.specs
+
+
+def test_a_gguf_file_says_windows_limits_and_the_channels_that_turn(tmp_path: Path) -> None:
+    """Of layers without a window, llama.cpp turns half of what `rope.dimension_count` says (step35.cpp)."""
+    head = read_head(in_gguf(tmp_path))
+
+    def fields(**said: Any) -> dict[str, Any]:
+        changed = {f"step35.{key}": each for key, each in said.items()}
+        return FAMILIES["step3p5"].read(Described({**head.metadata, **changed}, head.tensors, "step35"))
+
+    shares = ("rotary_percent", "global_attention.rotary_percent")
+    of_window, of_all = "rope.dimension_count_swa", "rope.dimension_count"
+    for said, expected in (({}, (1, 0.5)), ({of_all: 8}, (0.5, 0.25)), ({of_all: 8, of_window: 16}, (1, 0.25))):
+        assert tuple(fields(**said)[share] for share in shares) == expected
+    assert fields(swiglu_clamp_shexp=[0.5, 0.0, 0.0, 0.0])["swiglu_limits"] == (0.5, 0, 0, 0)
+    assert fields(swiglu_clamp_exp=[0.5, 0.5, 0.0, 0.0, 0.5])["moe.swiglu_limits"] == (0, 0.5, 0, 0)
+    for wrong in (["0.5"] * 5, [math.nan] * 5, [True] * 5, 0.5):
+        with pytest.raises(DamagedCheckpoint, match="step35.swiglu_clamp_shexp is "):
+            fields(swiglu_clamp_shexp=wrong)
+    with pytest.raises(UnknownArchitecture, match="sliding_window_pattern is .*, and .* in a model like this"):
+        fields(**{"attention.sliding_window_pattern": [False, True, True, False, False]})
+    with pytest.raises(DamagedCheckpoint, match="no `step35.attention.sliding_window_pattern`"):
+        fields(**{"attention.sliding_window_pattern": None})
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"layer_types": ["sliding_attention"] * 4, "per_layer_config": None}, "windows in all layers or in none"),
+        (
+            {"rope_parameters": _GGUF["rope_parameters"] | {"full_attention": _TURNS_ALL}},
+            "global_attention.rotary_percent None, but with 0.5",
+        ),
+        (
+            {"rope_parameters": _GGUF["rope_parameters"] | {"full_attention": _YARN}},
+            "scaled as yarn",
+        ),
+    ],
+)
+def test_what_llama_cpp_computes_otherwise_is_refused(changes: dict[str, Any], why: str) -> None:
+    of_llama_cpp(from_hf_config(FLASH))
+    with pytest.raises(UnknownArchitecture, match=why):
+        of_llama_cpp(from_hf_config(pico.config("step3p5", **_GGUF | changes)))

@@ -157,6 +157,21 @@ AS_RELEASED: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 512,
     },
     "mamba2": {},
+    "step3p5": {
+        **dict.fromkeys(("rope_theta", "partial_rotary_factors", "rope_scaling")),
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "llama3",
+                "rope_theta": 5e6,
+                "partial_rotary_factor": 0.5,
+                "factor": 2.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 32.0,
+                "original_max_position_embeddings": 131072,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+        },
+    },
     "laguna": {},
     "laguna-per-element": {},
 }

@@ -65,6 +65,8 @@ def as_published(settings: dict[str, Any]) -> dict[str, Any]:
         return settings | {"seq_length": 2048}
     if settings["model_type"] == "mpt":
         return settings | {"architectures": ["MPTForCausalLM"]}
+    if settings["model_type"] == "step3p5":
+        return step_as_published(settings)
     if settings["model_type"] == "bailing_moe_v2":
         return settings | {"norm_topk_prob": True, "score_function": "sigmoid"}
     if settings["model_type"] != "mimo_v2_flash":
@@ -80,6 +82,31 @@ def as_published(settings: dict[str, Any]) -> dict[str, Any]:
         "swa_rope_theta": window["rope_theta"],
         "partial_rotary_factor": whole["partial_rotary_factor"],
     }
+
+
+def step_as_published(settings: dict[str, Any]) -> dict[str, Any]:
+    """Step 3.5's words, which list by layer what transformers has by kind of layer, with layers of prediction."""
+    kinds = settings["layer_types"] + ["sliding_attention"] * settings["num_nextn_predict_layers"]
+    rope = settings["rope_parameters"]
+    scaling = {key: value for key, value in rope["full_attention"].items() if key not in ("rope_theta", _SHARE)}
+    numbers = [str(layer) for layer, kind in enumerate(settings["mlp_layer_types"]) if kind == "sparse"]
+    others = {"rope_parameters", "num_key_value_heads", "n_routed_experts", "num_experts_per_tok", "mlp_layer_types"}
+    return {key: value for key, value in settings.items() if key not in others} | {
+        "num_attention_groups": settings["num_key_value_heads"],
+        "attention_other_setting": {"num_attention_heads": settings["num_sliding_attention_heads"]},
+        "layer_types": kinds,
+        "rope_theta": [rope[kind]["rope_theta"] for kind in kinds],
+        "partial_rotary_factors": [rope[kind][_SHARE] for kind in kinds],
+        "rope_scaling": scaling,
+        "moe_num_experts": settings["n_routed_experts"],
+        "moe_top_k": settings["num_experts_per_tok"],
+        "moe_layers_enum": ",".join(numbers),
+        "moe_router_activation": "sigmoid",
+        "norm_expert_weight": True,
+    }
+
+
+_SHARE = "partial_rotary_factor"
 
 
 def converter(settings: dict[str, Any]) -> Any:

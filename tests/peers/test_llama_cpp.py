@@ -195,7 +195,7 @@ def save(folder: Path, family: str) -> Path:
     else:
         made = gguf_tokenizers.sentencepiece(prefix=tokenizer == "sentencepiece")
     made.save_pretrained(folder)
-    if family in ("glm4-moe", "hy-v3", "glm-moe-dsa", "deepseek-v3.2", "qwen3-next", "ling-3"):
+    if family in ("glm4-moe", "hy-v3", "glm-moe-dsa", "deepseek-v3.2", "qwen3-next", "ling-3", "step3p5"):
         add_mtp(folder, torch.bfloat16)
     return folder
 

@@ -74,7 +74,6 @@ _EXPERTS = Either(
     ),
     _NUMBERED,
     also=moe.FUSED,
-    alone=_NUMBERED,
     only_read=True,
     second_is="for engines",
     also_is="in memory",

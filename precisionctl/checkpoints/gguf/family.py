@@ -213,9 +213,12 @@ def _in_fp32(value: object) -> object:
     return shortest(value) if isinstance(value, float) else value
 
 
-def _value(value: int | float | bool | str | list[bool] | list[int]) -> GgufValue:
+_OF_LIST: Mapping[type, type[np.generic]] = {bool: np.bool_, int: np.int32, float: np.float32}
+
+
+def _value(value: int | float | bool | str | list[bool] | list[int] | list[float]) -> GgufValue:
     if isinstance(value, list):
-        return np.array(value, np.bool_ if isinstance(value[0], bool) else np.int32)
+        return np.array(value, _OF_LIST[type(value[0])])
     if isinstance(value, bool | str):
         return value
     return np.uint32(value) if isinstance(value, int) else np.float32(value)

@@ -83,14 +83,19 @@ class Described:
 
     def flags(self, key: str) -> list[bool] | None:
         """One for each decoder layer; a file may list those of multi-token prediction too."""
-        values, layers = self.said(key), self.decoder_layers()
+        values = self._of_decoder(key)
+        if values is not None and not all(type(value) is bool for value in values):
+            raise self._damaged(key, values)
+        return values
+
+    def numbers(self, key: str) -> list[float] | None:
+        """The same of FP32."""
+        values = self._of_decoder(key)
         if values is None:
             return None
-        if not isinstance(values, list) or len(values) not in (layers, self.layers()):
+        if not all(type(value) is float and math.isfinite(value) for value in values):
             raise self._damaged(key, values)
-        if not all(type(value) is bool for value in values):
-            raise self._damaged(key, values)
-        return values[:layers]
+        return [shortest(value) for value in values]
 
     def counts(self, key: str) -> list[int]:
         """An integer for each layer; a file may have one for all."""
@@ -123,6 +128,12 @@ class Described:
         if name not in self.tensors:
             raise DamagedCheckpoint(f"no `{name}`", do="Is it a whole model, and not a part of one?")
         return self.tensors[name].shape[0]
+
+    def _of_decoder(self, key: str) -> list[Any] | None:
+        values, layers = self.said(key), self.decoder_layers()
+        if values is not None and (not isinstance(values, list) or len(values) not in (layers, self.layers())):
+            raise self._damaged(key, values)
+        return None if values is None else values[:layers]
 
     def _one(self, key: str, absent: Any) -> Any:
         """A value, which some files have for each layer: the same for all."""

@@ -18,7 +18,7 @@ from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 
-Said = Mapping[str, int | float | bool | str | list[bool] | list[int]]
+Said = Mapping[str, int | float | bool | str | list[bool] | list[int] | list[float]]
 """Values by key, without the architecture's name; an `int` is 32 bits without a sign, a `float` FP32."""
 
 

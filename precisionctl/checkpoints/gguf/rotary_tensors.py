@@ -52,17 +52,22 @@ def rotary_tensors(model: ModelShape) -> dict[str, NDArray[Any]]:
         turned = int(pairs * scaling["partial_rotary_factor"])
         return {_FREQUENCIES: np.array([1.0] * turned + [_STILL] * (pairs - turned), np.float32)}
     if scaling.get("rope_type") == "llama3":
-        return {_FREQUENCIES: _llama3_factors(scaling, model.rotary_base, model.rotary_size)}
+        turned = model.attention_of(in_window=False).rotary_size
+        return {_FREQUENCIES: _llama3_factors(scaling, model.rotary_base, turned, max(turned, model.rotary_size) // 2)}
     return {}
 
 
-def _llama3_factors(scaling: Mapping[str, Any], base: float, channels: int) -> NDArray[Any]:
+def _llama3_factors(scaling: Mapping[str, Any], base: float, channels: int, pairs: int) -> NDArray[Any]:
+    """Of so many channels that turn; of more pairs, which layers with a window alone turn, 1. With these (Step 3.5) the
+    converter computes in FP64."""
     factor, low, high, original = (scaling[key] for key in OF_LLAMA3)
-    waves = 2 * np.pi / (1.0 / (base ** (torch.arange(0, channels, 2, dtype=torch.float32) / channels)))
+    frequencies = 1.0 / (base ** (torch.arange(0, channels, 2, dtype=torch.float32) / channels))
+    waves = 2 * np.pi / (frequencies.double() if 2 * pairs > channels else frequencies)
     smooth = (original / waves - low) / (high - low)
     factors = 1 / ((1 - smooth) / factor + smooth)
     factors = torch.where(waves < original / high, torch.ones_like(waves), factors)
-    found: NDArray[Any] = torch.where(waves > original / low, torch.full_like(waves, factor), factors).numpy()
+    factors = torch.where(waves > original / low, torch.full_like(waves, factor), factors).float()
+    found: NDArray[Any] = torch.nn.functional.pad(factors, (0, pairs - len(factors)), value=1.0).numpy()
     return found
 
 
@@ -118,10 +123,9 @@ def _llama3(
     if reference and (reference.rope_scaling or {}).get("rope_type") == "llama3":
         settings |= reference.rope_scaling or {}
     numbers = (*(settings[key] for key in OF_LLAMA3), said["rotary_base"])
-    fits = all(0 < number < math.inf for number in numbers) and 2 * len(factors) == said["kv_channels"]
-    if not fits or not np.allclose(
-        _llama3_factors(settings, said["rotary_base"], said["kv_channels"]), factors, rtol=1e-5
-    ):
+    turned, pairs = int(said["kv_channels"] * said.get("global_attention.rotary_percent", 1.0)), len(factors)
+    fits = all(0 < number < math.inf for number in numbers) and 0 < turned <= 2 * pairs == said["kv_channels"]
+    if not fits or not np.allclose(_llama3_factors(settings, said["rotary_base"], turned, pairs), factors, rtol=1e-5):
         if reference:
             raise DamagedCheckpoint(f"`{_FREQUENCIES}` are factors of another model than the reference")
         what = f"`{_FREQUENCIES}` are other factors than Llama 3's, and nothing else says of which settings"
