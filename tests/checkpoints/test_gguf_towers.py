@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from soaking import few, in_soak
 from target_checks import check_directory
 from torch import Tensor
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints.base import Companions
@@ -78,7 +79,7 @@ def test_towers_are_in_a_second_file_which_is_equal_to_the_wrappers(tmp_path: Pa
     assert {file.name for file in (tmp_path / "out").glob("*.gguf")} == {"out-BF16.gguf", "mmproj-out-BF16.gguf"}
     assert any(note.startswith("The towers, ") and "mmproj-out-BF16.gguf" in note for note in notes)
     assert ("--mmproj" in notes[-1]) and ("llama.cpp computes otherwise" in str(notes)) == (
-        kind in ("internvl", "llama4", "gemma4")
+        kind in ("internvl", "llama4", "gemma4", "step3p7")
     )
     assert check_directory(tmp_path / "out", LLAMA_CPP).findings == []
     found = compared(published, tmp_path / "out")
@@ -219,6 +220,8 @@ def test_gemma_4_without_sound_has_a_tower_of_images_alone(tmp_path: Path) -> No
         ("llama4", {"vision.pixel_shuffle_ratio": 0.3}, "pixel_shuffle_ratio of 0.3"),
         ("gemma3", {"vision_config": None}, "no `vision_config`"),
         *in_soak(
+            ("step3p7", {"projector_bias": True}, "projector_bias False, not with True"),
+            ("step3p7", {"understand_projector_stride": 1}, "understand_projector_stride 2, not with 1"),
             ("qwen2_vl", {"vision.spatial_merge_size": 4}, "spatial_merge_size 2, not with 4"),
             ("qwen2_vl", {"vision.rope_parameters": {"rope_theta": 5e5}}, "a base of 10000"),
             ("qwen2_5_vl", {"vision.fullatt_block_indexes": [1]}, "fullatt_block_indexes are [1]"),
@@ -245,6 +248,9 @@ def test_gemma_4_without_sound_has_a_tower_of_images_alone(tmp_path: Path) -> No
             ),
             ("mistral3", {"projector_hidden_act": "relu"}, "projector_hidden_act gelu, not with relu"),
             ("internvl", {"vision.norm_type": "rms_norm"}, "norm_type layer_norm, not with rms_norm"),
+            ("step3p7", {"vision.mlp_ratio": 4}, "by config.json"),
+            ("step3p7", {"vision.mlp_ratio": "four"}, "`mlp_ratio`"),
+            ("step3p7", {"vision.rope_parameters": {"rope_type": "axial", "rope_theta": 100}}, "a base of 10000"),
         ),
     ],
 )
@@ -323,6 +329,16 @@ def test_without_what_images_are_prepared_with_there_is_no_second_file(tmp_path:
     export(published, tmp_path / "with")
     metadata = read_head(tmp_path / "with" / "mmproj-with-BF16.gguf").metadata
     assert metadata[f"clip.vision.{key}"] == [0.5, 0.5, 0.5]
+
+
+@pytest.mark.skipif("step3p7" not in gguf_towers.TOWERS, reason="this transformers has no Step 3.7")
+def test_images_of_a_step_are_prepared_as_its_class_does_where_no_file_says_how(tmp_path: Path) -> None:
+    published = gguf_towers.save(tmp_path / "hf", "step3p7")
+    (published / "preprocessor_config.json").unlink()
+    export(published, tmp_path / "out")
+    said = read_head(tmp_path / "out" / "mmproj-out-BF16.gguf").metadata
+    for key, numbers in (("mean", OPENAI_CLIP_MEAN), ("std", OPENAI_CLIP_STD)):
+        assert said[f"clip.vision.image_{key}"] == pytest.approx(numbers, rel=1e-7)
 
 
 def test_the_second_file_is_the_same_by_several_workers_and_from_megatron(tmp_path: Path) -> None:

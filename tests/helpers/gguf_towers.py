@@ -64,6 +64,11 @@ _TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "glm4v": (gguf_files.WRAPPED["glm4v"], {"depth": 3, "image_size": 56, "out_hidden_size": 256}, {}),
     "glm4v_moe": (gguf_files.WRAPPED["glm4v_moe"], {"depth": 3, "image_size": 56, "out_hidden_size": 128}, {}),
     "glm_ocr": (gguf_files.WRAPPED["glm_ocr"], {"depth": 3, "image_size": 56, "out_hidden_size": 128}, {}),
+    "step3p7": (
+        gguf_files.AS_RELEASED["step3p5"],
+        {"num_hidden_layers": 3, "image_size": 56},
+        {"understand_projector_stride": 2},
+    ),
     "llama4": (
         gguf_files.CHUNKS,
         _VIT | dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 160),

@@ -59,6 +59,6 @@ def _stored_as(name: str, shape: tuple[int, ...], row: TowerRow, kind: TowerType
         return DType.float32
     if row.dtype:
         return row.dtype
-    if any(each in name for each in _OF_PIXELS):
+    if len(shape) == 4 or any(each in name for each in _OF_PIXELS):
         return DType.float16 if kind == "f16" else DType.float32
     return _STORED[kind] if name.endswith(".weight") and name != "v.position_embd.weight" else DType.float32
