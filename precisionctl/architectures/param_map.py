@@ -73,7 +73,7 @@ class Row:
     - `parallel`: how tensor parallelism cuts it; `parts`: the field with the numbers of rows of unequal parts
     - `present`: which models have it
     - `layers`: which layers do; `shares_kv`: unless None, only those of them that share keys and values (True), or that
-      do not (False)
+      do not (False); `numbers`: unless None, only these of them, which are of one size
     - `gemm`: whether it is the weight of a GEMM that an FP8 recipe computes in FP8; routers stay in BF16
     - `only_exported`: whether it is the weight of one that becomes codes in exports alone
     - `values`: those of its Hugging Face tensors that stay values in exports
@@ -94,6 +94,7 @@ class Row:
     parts: str | None = None
     layers: Layers = "all"
     shares_kv: bool | None = None
+    numbers: tuple[int, ...] | None = None
     gemm: bool = False
     values: tuple[str, ...] = ()
     keeps_dtype: bool = False
@@ -139,14 +140,14 @@ class Row:
 
     def shape(self, model: ModelShape) -> tuple[int, ...]:
         """Shape of the whole Megatron tensor."""
-        here = self._in_its_layers(model)
+        here = self.in_its_layers(model)
         return tuple(size if isinstance(size, int) else attrgetter(size)(here) for size in self.sizes)
 
     def cut(self, model: ModelShape) -> Parallel:
         """How tensor parallelism cuts the Megatron tensor of a model."""
         if self.parts is None:
             return self.parallel
-        return replace(self.parallel, parts=attrgetter(self.parts)(self._in_its_layers(model)))
+        return replace(self.parallel, parts=attrgetter(self.parts)(self.in_its_layers(model)))
 
     def shapes(self, model: ModelShape, layout: Layout) -> tuple[tuple[int, ...], ...]:
         """Shapes of the row's tensors in one layout."""
@@ -162,12 +163,12 @@ class Row:
     def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
         """Hugging Face's tensors, of `shapes(model, "hf")`, as the whole Megatron one, of `shape(model)`. Of rows that
         are only moved numbers do, too: `[rows, 1]` for `[rows, ...]`."""
-        whole: Movable = self.rearrangement.merge(parts, self._in_its_layers(model))
+        whole: Movable = self.rearrangement.merge(parts, self.in_its_layers(model))
         return whole
 
     def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
         """The inverse of `merge`: of one tensor of `shape(model)`, those of `shapes(model, "hf")`."""
-        return self.rearrangement.split(whole, self._in_its_layers(model))
+        return self.rearrangement.split(whole, self.in_its_layers(model))
 
     def moves_rows(self, model: ModelShape) -> bool:
         """Whether `merge` and `split` only move rows (dimension 0)."""
@@ -196,7 +197,8 @@ class Row:
             if self._in_layer(model.of_prediction, model.num_layers - 1):
                 yield from ({"mtp": mtp, "mtp_layer": model.num_layers + mtp} for mtp in range(model.mtp_num_layers))
         elif "{layer}" in self.megatron:
-            layers = (layer for layer in range(model.num_layers) if self._in_layer(model, layer))
+            numbers = range(model.num_layers) if self.numbers is None else self.numbers
+            layers = (layer for layer in numbers if self._in_layer(model, layer))
             yield from ({"layer": layer, "hf_layer": layer // 2} for layer in layers)
         else:
             yield {}
@@ -204,9 +206,20 @@ class Row:
     def _experts(self, model: ModelShape) -> range:
         return range(model.moe.num_experts if model.moe else 0)
 
-    def _in_its_layers(self, model: ModelShape) -> ModelShape:
+    def in_its_layers(self, model: ModelShape) -> ModelShape:
         """The model as the row's layers have it."""
+        if self.numbers:
+            return model.of_layer(self.numbers[0])
         return model.attention_of(in_window=self.layers != "global")
+
+    def by_size(self, model: ModelShape) -> tuple[Row, ...]:
+        """The row of a heterogeneous model's table as one for its layers of each size."""
+        if model.heterogeneous is None or "{layer}" not in self.megatron:
+            return (self,)
+        sized: dict[tuple[int, ...], list[int]] = {}
+        for place in self._in_layers(model):
+            sized.setdefault(model.heterogeneous.of_layer(place["layer"]), []).append(place["layer"])
+        return tuple(replace(self, numbers=tuple(layers)) for layers in sized.values())
 
     def _in_layer(self, model: ModelShape, layer: int) -> bool:
         return self.shares_kv in (None, model.shares_kv(layer)) and is_among(self.layers, model, layer)
@@ -325,7 +338,7 @@ class Architecture:
         rows: list[Row] = []
         for row in (*self.rows, *self.more_rows(model)):
             rows += (row,) if isinstance(row, Row) else row.chosen(stored, model, naming, codes)
-        return tuple(rows)
+        return tuple(each for row in rows for each in row.by_size(model))
 
     @property
     def all_rows(self) -> Iterator[Row]:

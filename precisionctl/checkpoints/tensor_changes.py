@@ -120,9 +120,9 @@ def factors_of(change: TensorChange, model: ModelShape) -> RowFactors | None:
 @dataclass(frozen=True)
 class RotaryNeighbours(RowMove):
     """The two rows of a rotary pair are neighbours in GGUF, and in the two halves of a head in Hugging Face. `heads` is
-    their number, or the field of ModelShape with it."""
+    their number; None: as many as have the model's `kv_channels`."""
 
-    heads: str | int
+    heads: int | None = None
 
     def to_parts(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
         return (self._exchanged(values, as_neighbours=True, model=model),)
@@ -131,10 +131,10 @@ class RotaryNeighbours(RowMove):
         return self._exchanged(parts[0], as_neighbours=False, model=model)
 
     def _exchanged(self, rows: Movable, *, as_neighbours: bool, model: ModelShape) -> Movable:
-        heads = self.heads if isinstance(self.heads, int) else getattr(model, self.heads)
-        if len(rows) % (2 * heads):
-            raise DamagedCheckpoint(f"{len(rows)} rows are no {heads} heads of rotary pairs")
-        by_head = rows.reshape(heads, len(rows) // heads, *rows.shape[1:])
+        size = model.kv_channels if self.heads is None else len(rows) // self.heads
+        if size % 2 or not size or len(rows) % size or len(rows) % (self.heads or 1):
+            raise DamagedCheckpoint(f"{len(rows)} rows are no heads of {size}, in pairs")
+        by_head = rows.reshape(len(rows) // size, size, *rows.shape[1:])
         return rows_of_groups(pairs_exchanged(by_head, as_neighbours=as_neighbours))
 
 
@@ -377,8 +377,7 @@ def no_parts(shapes: Sequence[Shape]) -> DamagedCheckpoint:
 
 
 SAME = AsItIs()
-QUERY_PAIRS = RotaryNeighbours("num_attention_heads")
-KEY_PAIRS = RotaryNeighbours("num_query_groups")
+ROTARY_NEIGHBOURS = RotaryNeighbours()
 ROTARY_HALVES = RotaryHalves()
 QKV_OF_GROUPS = QKVOfGroups()
 TRANSPOSED = TransposedMatrix()

@@ -226,6 +226,7 @@ ENGINE = Engine(
             "mistral_large4_text",
             "muse_glimmer_text",
             "muse_spark_text",
+            "nemotron-nas",
             "step3p5",
             "vlm",
             "NemotronH_Nano_VL_V2",

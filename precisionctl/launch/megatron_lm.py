@@ -5,6 +5,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from precisionctl.architectures.megatron.expert_args import CAPACITY
+from precisionctl.architectures.megatron.heterogeneous_args import OF_LAYERS
 from precisionctl.architectures.megatron.megatron_args import (
     otherwise_in_megatron,
     read_megatron_args,
@@ -37,12 +38,14 @@ _VALUES = (
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads"),
     *("linear_num_value_heads", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
     *("dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset", "dsa_indexer_k_norm_epsilon"),
+    *OF_LAYERS,
 )
 _SWITCHES = (
     *("group_query_attention", "swiglu", "squared_relu", "quick_geglu", "add_qkv_bias", "qk_layernorm"),
     *("rotary_interleaved", "apply_layernorm_1p", "untie_embeddings_and_output_weights", "use_rope_scaling"),
     *("multi_latent_attention", "moe_router_pre_softmax", "moe_router_enable_expert_bias", "moe_grouped_gemm"),
     *("moe_shared_expert_gate", "attention_output_gate", "dsa_indexer_rope_interleaved"),
+    "use_rotary_position_embeddings",
 )
 _OFF = {
     "add_bias_linear": "--disable-bias-linear",

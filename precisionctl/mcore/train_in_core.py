@@ -162,6 +162,7 @@ def check_model(model: ModelShape, recipe: Recipe) -> None:
         "gated delta nets": model.gdn,
         "indexers": model.dsa,
         "hyper-connections": model.mhc,
+        "sizes of their own": model.heterogeneous,
     }
     if unbuilt := [part for part, has in parts.items() if has]:
         raise UnknownArchitecture(f"no layers with {unbuilt[0]} are built here in Megatron-Core", do=_BUNDLED)

@@ -4,7 +4,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from precisionctl.model.model_parts import MLA, GlobalAttention, HyperConnections, MoE, NgramEmbedding, Wrapper
+from precisionctl.model.model_parts import (
+    MLA,
+    GlobalAttention,
+    Heterogeneous,
+    HyperConnections,
+    MoE,
+    NgramEmbedding,
+    Wrapper,
+)
 from precisionctl.model.recurrent_parts import GatedDeltaNet, Mamba, Multipliers, ShortConv
 from precisionctl.model.sparse_parts import CSA, DSA, MSA
 
@@ -198,6 +206,8 @@ class ModelFields:
     gdn: GatedDeltaNet | None = None
     short_conv: ShortConv | None = None
     mamba: Mamba | None = None
+    heterogeneous: Heterogeneous | None = None
+    """Sizes by layer. Those of a layer are therefore asked of `of_layer`."""
     multipliers: Multipliers | None = None
     mtp_num_layers: int = 0
     """Layers of multi-token prediction, made as the decoder's last one is, but with attention."""
@@ -220,6 +230,7 @@ PARTS: Mapping[str, Callable[..., object]] = {
     "gdn": GatedDeltaNet,
     "short_conv": ShortConv,
     "mamba": Mamba,
+    "heterogeneous": Heterogeneous,
     "multipliers": Multipliers,
     "global_attention": GlobalAttention,
 }

@@ -27,6 +27,8 @@ class ModelLayers(ModelFields):
         by_layer["layers with an indexer of blocks"] = self.msa.layers if self.msa else None
         by_layer["layers with n-gram embeddings"] = self.ple.layers if self.ple else None
         by_layer["kv_source_layers"] = self.mla.kv_source_layers if self.mla else None
+        for name, sizes in vars(self.heterogeneous).items() if self.heterogeneous else ():
+            by_layer[f"heterogeneous.{name}"] = sizes
         by_layer["csa_compress_ratios"] = self.csa.pattern if self.csa else None
         for field, entries in by_layer.items():
             if entries is not None and len(entries) != self.num_layers:
@@ -105,7 +107,13 @@ class ModelLayers(ModelFields):
         """Whether a layer has softmax attention."""
         if self.mamba:
             return self.mamba.pattern[layer] in "*P"
+        if self.heterogeneous:
+            return self.heterogeneous.num_query_groups[layer] > 0
         return not self.has_delta_net(layer) and not self.has_short_conv(layer)
 
     def has_dense_mlp(self, layer: int) -> bool:
-        return self.mamba.pattern[layer] in "-P" if self.mamba else not self.has_experts(layer)
+        if self.mamba:
+            return self.mamba.pattern[layer] in "-P"
+        if self.heterogeneous:
+            return self.heterogeneous.ffn_hidden_size[layer] > 0
+        return not self.has_experts(layer)

@@ -201,6 +201,32 @@ class GlobalAttention:
 
 
 @dataclass(frozen=True)
+class Heterogeneous:
+    """Layers of several sizes, as a search chose them (Llama-Nemotron): for each layer its groups of queries and the
+    channels of its MLP, and 0 where it has no attention, or no MLP. Megatron's heterogeneous layers, without those
+    whose attention or MLP is one linear."""
+
+    num_query_groups: tuple[int, ...]
+    ffn_hidden_size: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name, sizes in vars(self).items():
+            for each in sizes:
+                check_count(each, f"heterogeneous.{name}", LARGEST)
+            if not any(sizes):
+                raise DamagedCheckpoint(f"no layer has heterogeneous.{name}", do="Is config.json this model's?")
+
+    @property
+    def largest(self) -> dict[str, Any]:
+        """The fields of ModelShape of the same names: the largest size of any layer."""
+        return {name: max(sizes) for name, sizes in vars(self).items()}
+
+    def of_layer(self, layer: int) -> tuple[int, int]:
+        """The sizes of a layer."""
+        return self.num_query_groups[layer], self.ffn_hidden_size[layer]
+
+
+@dataclass(frozen=True)
 class Wrapper:
     """A model of images or sound around a text model: its `model_type`, and what its Hugging Face names have in place
     of the text model's `model.` (or `backbone.`), `lm_head.` and, where its prediction layers have such names, `mtp.`.

@@ -40,6 +40,10 @@ class ModelShape(ModelLayers):
             check_size(getattr(self, product), product, 4 * LARGEST)
         self.attention_of(in_window=False)  # whose sizes are checked so, too
         self.check_layers()
+        for name, largest in self.heterogeneous.largest.items() if self.heterogeneous else ():
+            if getattr(self, name) != largest:
+                raise DamagedCheckpoint(f"{name} is {getattr(self, name)}, and the largest of a layer {largest}")
+        _ = self.attentions  # the groups of each layer are checked so, too
         if self.mamba and self.mtp_num_layers and not self.moe:
             raise DamagedCheckpoint(f"prediction layers {self.mamba.mtp_pattern} of a model without experts")
         check_size(self.per_layer_embed_size or 1, "per_layer_embed_size", 4 * LARGEST)
@@ -66,9 +70,25 @@ class ModelShape(ModelLayers):
             return self
         return replace(self, global_attention=None, **self.global_attention.said)
 
+    def of_layer(self, layer: int) -> "ModelShape":
+        """The model with this layer's attention, and the size of its MLP, in every layer."""
+        model = self.attention_of(self.in_window(layer))
+        if self.heterogeneous is None:
+            return model
+        groups, channels = self.heterogeneous.of_layer(layer)
+        return replace(
+            model,
+            heterogeneous=None,
+            num_query_groups=groups or self.num_query_groups,
+            ffn_hidden_size=channels or self.ffn_hidden_size,
+        )
+
     @property
     def attentions(self) -> tuple["ModelShape", ...]:
         """The model for each kind of attention that its layers have."""
+        if self.heterogeneous:
+            groups = self.heterogeneous.num_query_groups
+            return tuple(self.of_layer(groups.index(number)) for number in sorted({*groups} - {0}))
         kinds = sorted({self.in_window(layer) for layer in range(self.num_layers)})
         return tuple(map(self.attention_of, kinds))
 
@@ -339,6 +359,8 @@ class ModelShape(ModelLayers):
 
     def ffn_size(self, layer: int) -> int:
         """Channels of a layer's dense MLP."""
+        if self.heterogeneous:
+            return self.heterogeneous.ffn_hidden_size[layer]
         return self.kv_shared_ffn_hidden_size if self.shares_kv(layer) else self.ffn_hidden_size
 
     def described(self) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def used(model: ModelShape) -> dict[str, object]:
     """The fields that the computation depends on, those of parts too: None where no layer uses one, and without those
     of `_MEANT_BY` whose other field is not on."""
     found = {name: value for name, value in vars(model).items() if name not in (*STORED, *TENSORS)}
-    for name in (*_OF_LAYERS, "mla", "dsa", "msa", "csa", "mhc", "ple", "mamba", "multipliers"):
+    for name in (*_OF_LAYERS, "mla", "dsa", "msa", "csa", "mhc", "ple", "mamba", "heterogeneous", "multipliers"):
         part = getattr(model, name) if name not in _OF_LAYERS or _in_any(model, _OF_LAYERS[name]) else None
         fields = {f"{name}.{field}": value for field, value in vars(part).items()} if part else {}
         found |= {name: USED if part else None}

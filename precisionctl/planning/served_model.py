@@ -91,7 +91,7 @@ def _cuts(row: Row, model: ModelShape) -> Sequence[Cut]:
 
 def _parts_of_qkv(row: Row, model: ModelShape, sizes: Sequence[int]) -> list[Part]:
     """Queries, with gates if these are a tensor of their own; keys; values, if they are others; gates of heads."""
-    attention = model.attention_of(in_window=row.layers != "global")
+    attention = row.in_its_layers(model)
     gates = [Part(sizes[-1])] if attention.head_wise_attn_gate else []
     sizes = sizes[: len(sizes) - len(gates)]
     groups = attention.num_query_groups

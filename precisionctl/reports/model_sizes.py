@@ -14,6 +14,9 @@ def size_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     per_layer = model["per_layer_embed_dim"]
     beside = f", an embedding of {per_layer} for each layer" if per_layer else ""
     wide = ", twice as wide where keys are shared" if model["use_double_wide_mlp"] else ""
+    sizes = model["heterogeneous"]
+    if sizes:
+        wide = f" at most{_in_layers(list(map(bool, sizes['ffn_hidden_size'])))}"
     mlp = f"MLP {model['ffn_hidden_size']}{wide}"
     ahead = f"; {model['mtp_num_layers']} more of multi-token prediction" if model["mtp_num_layers"] else ""
     return [
@@ -35,6 +38,8 @@ def _attention(model: Mapping[str, Any]) -> str:
     without_window = (
         f", {own['num_query_groups']} in layers without a window" if own and own["num_query_groups"] else ""
     )
+    if model["heterogeneous"]:
+        groups += " at most"
     shared = model["num_kv_shared_layers"]
     shares = f"; the last {counted(shared, 'layer')} read keys and values of earlier ones" if shared else ""
     return f"{counted(model['num_attention_heads'], 'head')}, {groups}{without_window}{shares}"
@@ -44,6 +49,8 @@ def _attending(model: Mapping[str, Any]) -> list[bool]:
     """Which layers have attention."""
     if mamba := model["mamba"]:
         return [kind in "*P" for kind in mamba["pattern"]]
+    if sizes := model["heterogeneous"]:
+        return list(map(bool, sizes["num_query_groups"]))
     others = [part["layers"] for part in (model["gdn"], model["short_conv"]) if part]
     return [not any(layers[i] for layers in others) for i in range(model["num_layers"])]
 

@@ -42,7 +42,7 @@ from precisionctl.errors import (
 )
 from precisionctl.launch.frameworks import launch
 from precisionctl.model.model_fields import LinearGate
-from precisionctl.model.model_parts import MLA, GlobalAttention, HyperConnections, MoE, NgramEmbedding
+from precisionctl.model.model_parts import MLA, GlobalAttention, Heterogeneous, HyperConnections, MoE, NgramEmbedding
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.recurrent_parts import GatedDeltaNet, Mamba, Multipliers, ShortConv
 from precisionctl.model.same_model import STORED, TENSORS, differences
@@ -340,6 +340,7 @@ RESIDUALS = pico.shape("kimi-k3")
 CONVOLUTIONS = dataclasses.replace(NO_WINDOW, short_conv=ShortConv((True, False), 3))
 GLOBAL = dataclasses.replace(DENSE, global_attention=GlobalAttention(1, 8, True))
 SHARING = dataclasses.replace(DENSE, num_layers=4, window_layers=(True, False) * 2, num_kv_shared_layers=2)
+BY_SIZE = dataclasses.replace(NO_WINDOW, heterogeneous=Heterogeneous((2, 0), (24, 24)))
 MIXERS = dataclasses.replace(DENSE, mamba=Mamba("M*", 4, 4, 2, 8))
 MAMBA_1 = dataclasses.replace(DENSE, mamba=Mamba("M*", 16, 1, 1, 8, gated_norm=False, dt_rank=3))
 BESIDE = dataclasses.replace(
@@ -445,6 +446,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "gdn": DELTA.gdn,
             "short_conv": CONVOLUTIONS.short_conv,
             "mamba": MIXERS.mamba,
+            "heterogeneous": BY_SIZE.heterogeneous,
         }.items()
     ),
     (DENSE, {"rope_scaling": YARN | {"factor": 1.0, "attention_factor": 3.0}}),
@@ -518,6 +520,8 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
         (MIXERS, {f"mamba.{name}": value})
         for name, value in {"pattern": "*M", "num_heads": 8, "head_dim": 8, "num_groups": 4, "state_dim": 4}.items()
     ),
+    *((BY_SIZE, {"heterogeneous.num_query_groups": groups}) for groups in ((2, 2), (2, 1), (0, 2))),
+    *((BY_SIZE, {"heterogeneous.ffn_hidden_size": channels}) for channels in ((24, 0), (24, 8))),
     (MIXERS, {"mamba.gated_norm": False}),
     *((MAMBA_1, {f"mamba.{name}": value}) for name, value in {"dt_rank": 4, "num_heads": 8, "state_dim": 4}.items()),
     (MIXERS, {"mamba.dt_rank": 4}),
@@ -773,7 +777,7 @@ def test_every_field_of_a_model_is_one_of_those_above() -> None:
 
 NAMES = {
     name
-    for model in (EXPERTS, INDEXED, BLOCKS, DELTA, CONVOLUTIONS, BESIDE, GLOBAL, STREAMS, NGRAMS)
+    for model in (EXPERTS, INDEXED, BLOCKS, DELTA, CONVOLUTIONS, BESIDE, BY_SIZE, GLOBAL, STREAMS, NGRAMS)
     for name, _ in named_values(model)
 }
 
@@ -795,6 +799,22 @@ BESIDE_MIXERS_OTHERWISE = {
     "mla": LATENT.mla,
     "gdn": DELTA.gdn,
     "attention_chunk_size": 2,
+}
+
+
+BESIDE_SIZES_OTHERWISE = {
+    **{name: not value for name, value in COMPUTED_BESIDE["heterogeneous"].items() if isinstance(value, bool)},
+    "mla": LATENT.mla,
+    "moe": EXPERTS.moe,
+    "gdn": DELTA.gdn,
+    "short_conv": CONVOLUTIONS.short_conv,
+    "global_attention": GlobalAttention(kv_channels=8),
+    "msa": BLOCKS.msa,
+    "mamba": MIXERS.mamba,
+    **dict.fromkeys(("norm_gate_rank", "per_layer_embed_dim"), 8),
+    **dict.fromkeys(("num_kv_shared_layers", "mtp_num_layers", "attn_res_block_size"), 1),
+    "residual_gate_temperature": 2.0,
+    "linear_gate": "softplus per head",
 }
 
 
@@ -871,6 +891,7 @@ LATENT_WITHOUT_WINDOW = dataclasses.replace(NO_WINDOW, mla=LATENT.mla)
         (DELTA, {"activation": "gelu"}),
         *((CONVOLUTIONS, {name: value}) for name, value in BESIDE_SHORT_CONVS_OTHERWISE.items()),
         *((MIXERS, {name: value}) for name, value in BESIDE_MIXERS_OTHERWISE.items()),
+        *((BY_SIZE, {name: value}) for name, value in BESIDE_SIZES_OTHERWISE.items()),
         *((each, {"mamba.dt_rank": 4}) for each in (MIXERS, BESIDE)),
         *((STREAMS, {name: value}) for name, value in BESIDE_CSA_OTHERWISE.items()),
         *((BLOCKS, {name: value}) for name, value in BESIDE_MSA_OTHERWISE.items()),

@@ -11,6 +11,7 @@ import pico
 import pytest
 import tiny_wrappers
 import torch
+from nemotron_nas import block
 from safetensors.torch import load_file
 
 from precisionctl.architectures.families import from_hf_config
@@ -137,6 +138,9 @@ def test_a_granite_with_a_shared_expert_is_read_as_one(tmp_path: Path, shared: i
         ("minicpm3", {"q_lora_rank": None}, "in one step"),
         ("minicpm3", {"max_position_embeddings": 1024}, "same context"),
         ("youtu", {"q_lora_rank": None}, "in one step"),
+        ("nemotron-nas", {"block_configs": [block(None, 9.0), *[block(1, 9.0)] * 3]}, "without attention in the first"),
+        ("nemotron-nas", {"block_configs": [block(1, 9.0), block(1, None), *[block(1, 9.0)] * 2]}, "and no MLP in a"),
+        ("nemotron-nas", {"block_configs": [*[block(1, 9.0)] * 3, block(None, None)]}, "no MLP in the last"),
     ],
 )
 def test_what_llama_cpp_computes_otherwise_is_refused(family: str, changes: dict[str, Any], why: str) -> None:

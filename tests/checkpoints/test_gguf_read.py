@@ -382,7 +382,7 @@ REFUSED: dict[str, tuple[Changed, type[PrecisionctlError], str]] = {
     "heads that are cut": (
         put("blk.0.attn_q.weight", gguf_files.plain(torch.zeros(60, 64))),
         DamagedCheckpoint,
-        "60 rows are no 4 heads",
+        "60 rows are no heads of 16, in pairs",
     ),
     "a vector in codes": (
         put("blk.0.attn_norm.weight", ((64,), gguf_files.Q8_0, bytes(68))),
@@ -574,6 +574,15 @@ def test_a_file_of_a_family_without_rotary_embeddings_is_refused_if_it_says_how_
     metadata = {**whole.metadata, f"{whole.architecture}.rope.dimension_count": 4}
     with pytest.raises(UnknownArchitecture, match="settings .* that are not read: rope.dimension_count"):
         model_of_file(replace(whole, metadata=metadata), pico.shape(family).architecture)
+
+
+def test_a_file_with_a_linear_in_the_place_of_attention_is_refused() -> None:
+    """llama.cpp's src/models/deci.cpp: heads, and none of keys."""
+    whole = described("nemotron-nas")
+    for heads in ([4, 4, 0, 4], [0, 0, 0, 4]):
+        metadata = {**whole.metadata, "deci.attention.head_count": heads}
+        with pytest.raises(UnknownArchitecture, match="a linear in the place of attention"):
+            model_of_file(replace(whole, metadata=metadata), "nemotron-nas")
 
 
 @dataclass(frozen=True)

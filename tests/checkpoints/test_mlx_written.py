@@ -255,6 +255,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], type[PrecisionctlE
     ),
     "dense layers": ("qwen2-moe", {}, {}, UnknownArchitecture, "with layers without experts"),
     "gates of channels": ("laguna-per-element", {}, {}, UnknownArchitecture, "gates of single channels"),
+    "heads that do not make the width": (
+        "nemotron-nas",
+        {"head_dim": 32},
+        {},
+        UnknownArchitecture,
+        "with heads of this size",
+    ),
     "another target's scheme": ("llama-3", {}, {"scheme": "w4a16"}, RecipeError, "mlx-lm does not read w4a16"),
     "several GPUs": ("llama-3", {}, {"ranks": 2}, RecipeError, "--tp.* cannot be given for mlx-lm"),
     "modules that are chosen": (

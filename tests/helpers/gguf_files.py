@@ -11,6 +11,7 @@ import numpy as np
 import pico
 import torch
 from gguf_tokenizers import SIZE
+from nemotron_nas import block
 from safetensors.torch import load_file
 
 from precisionctl.checkpoints.gguf.families import of_llama_cpp
@@ -126,6 +127,10 @@ AS_RELEASED: dict[str, dict[str, Any]] = {
         },
     },
     "nemotron": {},
+    "nemotron-nas": {
+        "num_hidden_layers": 4,
+        "block_configs": [block(2, 2.625), block(None, 9.0), block(None, None), block(1, 5.25)],
+    },
     "jais2": {},
     "glm": {},
     "olmo": {},

@@ -36,7 +36,7 @@ CORE_LATER = (
     *("starcoder2", "arcee", "glm4-moe-lite", "internlm3", "stablelm", "glm4-moe", "gpt-oss", "qwen3-5-moe"),
     *("solar-open", "youtu", "hy-v3", "exaone-moe", "glm", "jais2", "iquestcoder", "cwm", "helium"),
     *("minicpm3-plain", "gpt-bigcode", "gpt-bigcode-by-head", "flint", "opt-without-biases"),
-    *("exaone", "sarvam-moe", "sarvam-mla", "lara-mini"),
+    *("exaone", "sarvam-moe", "sarvam-mla", "lara-mini", "nemotron-nas"),
 )
 """As those, and saved again by megatron-core; the later ones in `make soak`."""
 
@@ -59,6 +59,7 @@ BRIDGE: dict[str, dict[str, Any]] = {
     "glm4-moe": {"n_shared_experts": 1},  # nor has this one more than one shared expert
     "qwen3-next": {"mlp_only_layers": []},
     "nemotron-h": {},
+    "nemotron-nas": {},
     "olmoe": {"num_key_value_heads": 4},  # nor has its norm of keys fewer heads than that of queries
 }
 """Written by us, exported by Megatron-Bridge bit for bit, and read as Bridge saved it."""

@@ -110,6 +110,7 @@ def activation(args: argparse.Namespace) -> Any:
 
 def config_of(args: argparse.Namespace, work: dict[str, Any]) -> Any:
     """What core_transformer_config_from_args makes of them."""
+    from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     same = (
@@ -127,13 +128,17 @@ def config_of(args: argparse.Namespace, work: dict[str, Any]) -> Any:
         *("attention_output_gate", "experimental_attention_variant", "linear_attention_freq"),
         *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
         *("linear_num_key_heads", "linear_num_value_heads"),
+        *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
         *("is_hybrid_model", "mamba_num_heads", "mamba_head_dim", "mamba_num_groups", "mamba_state_dim"),
     )
     of_latents = ("rotary_scaling_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "rotary_base")
     of_latents += ("original_max_position_embeddings", "rope_type", "rotary_percent", "q_lora_rank")
     latent = getattr(args, "multi_latent_attention", False)
     experts = getattr(args, "num_experts", None)
-    config = (MLATransformerConfig if latent else TransformerConfig)(
+    kind = MLATransformerConfig if latent else TransformerConfig
+    if getattr(args, "heterogeneous_layers_config_path", None) is not None:
+        kind = HeterogeneousTransformerConfig
+    config = kind(
         **{name: getattr(args, name) for name in same},
         **{name: getattr(args, name) for name in optional if getattr(args, name, None) is not None},
         **{name: getattr(args, name) for name in of_latents if latent and hasattr(args, name)},
@@ -166,8 +171,11 @@ def config_of(args: argparse.Namespace, work: dict[str, Any]) -> Any:
 def spec_of(config: Any, args: argparse.Namespace, te_names: bool) -> Any:
     """The layers without Transformer Engine; `te_names`: asking for norms as its specification does."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+    from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+    if config.heterogeneous_block_specs:
+        return get_gpt_heterogeneous_layer_spec(config)  # which names norms as those of Transformer Engine
     if isinstance(config.moe_layer_freq, list):
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
         layers = block.layer_specs

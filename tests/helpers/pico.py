@@ -19,6 +19,7 @@ import muse
 import pytest
 import torch
 import transformers
+from nemotron_nas import block
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa
@@ -1033,6 +1034,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 8,
         "mamba_dt_rank": 8,
     },
+    "nemotron-nas": {
+        "model_type": "nemotron-nas",
+        "num_hidden_layers": 5,
+        "block_configs": [block(1, 2.625), block(None, 9.0), block(2, None), block(None, None), block(1, 5.25)],
+        "rope_parameters": LLAMA3_ROPE | {"original_max_position_embeddings": 8192},
+        "rms_norm_eps": 1e-5,
+    },
     "nemotron-h": _NEMOTRON_H,
     "nemotron-h-latent": _NEMOTRON_H | {"hybrid_override_pattern": "MEE*", "moe_latent_size": 32},
 }
@@ -1051,7 +1059,7 @@ ONE_GROUP = {
 }
 """Of families whose mixers' norm had one group before transformers 5.23, whatever config.json said."""
 
-BY_HAND = ("kimi-k3", "ling-2")
+BY_HAND = ("kimi-k3", "ling-2", "nemotron-nas")
 """Families of which transformers has no class: tests have one, made of public sources."""
 
 ALSO = {"kimi_k2": "deepseek_v3", "mimo": "qwen2", "bailing_moe": "bailing_moe_v2"}
@@ -1111,6 +1119,7 @@ def block_kinds(family: str) -> set[Any]:
     made |= {("compressed keys", model.csa is not None), ("blocks of keys", model.msa is not None)}
     made |= {("embeddings of n-grams", model.ple is not None)}
     made |= {("Mamba-1 mixers", model.mamba is not None and model.mamba.dt_rank is not None)}
+    made |= {("layers of several sizes", model.heterogeneous is not None)}
     made |= {("attention residuals", model.attn_res_block_size is not None)}
     made |= {("decays of channels", model.gdn is not None and model.gdn.kda)}
     made |= {("short convolutions", model.short_conv is not None), ("mixers beside attention", model.parallel_mixers)}

@@ -18,6 +18,7 @@ from pico import FAMILIES
 from torch.distributed.checkpoint import FileSystemWriter
 from trained_models import config_of, moments, save, states, trained
 
+from precisionctl.architectures.megatron.heterogeneous_args import ENCODED
 from precisionctl.architectures.megatron.megatron_args import read_megatron_args, to_megatron_args
 from precisionctl.checkpoints.base import WithOptimizer
 from precisionctl.checkpoints.chunks import read_tensor
@@ -75,9 +76,11 @@ def test_megatron_core_makes_the_same_config_of_the_description_as_of_the_argume
     """Bridge's providers are dataclasses that add fields to megatron-core's: it gets every field that we write, but
     some of Kimi K3's, whose provider and layers are Bridge's own (tests/families/test_kimi_k3.py)."""
     with warnings.catch_warnings(action="ignore"):
+        from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
         from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
     args, described = args_of(family), to_provider(args_of(family))
     kind = MLATransformerConfig if args["multi_latent_attention"] else TransformerConfig
+    kind = HeterogeneousTransformerConfig if ENCODED in args else kind
     known = {field.name for field in dataclasses.fields(kind)}
     assert described.keys() <= known | OF_PROVIDER | {"_target_"}
     fields = {name: _object(value) for name, value in described.items() if name in known}
@@ -95,6 +98,11 @@ def test_megatron_core_makes_the_same_config_of_the_description_as_of_the_argume
             experts = ["MoE" in layer.submodules.mlp.module.__name__ for layer in block.layer_specs]
             frequency = config.moe_layer_freq
             assert experts == ([True] * config.num_layers if frequency == 1 else [bool(each) for each in frequency])
+    if ENCODED in args:
+        sizes = pico.shape(family).heterogeneous
+        blocks = config.per_block_parameters
+        assert tuple(block.attention.num_query_groups or 0 for block in blocks) == sizes.num_query_groups
+        assert tuple(block.mlp.ffn_hidden_size or 0 for block in blocks) == sizes.ffn_hidden_size
     for field, argument in (("num_moe_experts", "num_experts"), ("normalization",) * 2, ("layernorm_epsilon",) * 2):
         assert getattr(config, field) == args[argument]
     assert config.gated_linear_unit == (args["swiglu"] or args.get("gated_linear_unit", False))

@@ -139,6 +139,43 @@ def with_names_of_transformer_engine() -> None:
     gpt_layer_specs.get_gpt_decoder_block_spec = block_spec
 
 
+def with_heterogeneous_layers() -> None:
+    """Give Bridge those of megatron-core without Transformer Engine, under the names that they have with it."""
+    from megatron.bridge.models.llama_nemotron import llama_nemotron_provider
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt.heterogeneous import heterogeneous_layer_specs
+    from megatron.core.transformer.identity_op import IdentityOp
+    from transformers import AutoConfig, PretrainedConfig
+
+    class DeciLMConfig(PretrainedConfig):
+        model_type = "nemotron-nas"
+        auto_map = {"AutoModelForCausalLM": "modeling_decilm.DeciLMForCausalLM"}
+
+    def block_spec(config: Any, use_te: bool) -> Any:
+        block = heterogeneous_layer_specs.get_gpt_heterogeneous_layer_spec(config, use_te=False)
+        fused = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=False).submodules
+        for layer in block.layer_specs:
+            parts = layer.submodules
+            parts.input_layernorm, parts.pre_mlp_layernorm = IdentityOp, IdentityOp
+            parts.sharded_state_dict_keys_map = {}
+            if parts.self_attention.submodules:
+                parts.self_attention.submodules.linear_qkv = fused.self_attention.submodules.linear_qkv
+            if parts.mlp.submodules:
+                parts.mlp.submodules.linear_fc1 = fused.self_attention.submodules.linear_qkv
+        return block
+
+    AutoConfig.register("nemotron-nas", DeciLMConfig)  # which published files bring with them
+    llama_nemotron_provider.get_gpt_heterogeneous_layer_spec = block_spec
+    kind = llama_nemotron_provider.LlamaNemotronHeterogeneousProvider
+    finalize = kind.finalize
+
+    def finalize_without_kernels(provider: Any) -> None:
+        provider.apply_rope_fusion = provider.persist_layer_norm = False
+        finalize(provider)
+
+    kind.finalize = finalize_without_kernels
+
+
 def with_mixers() -> None:
     """Give Bridge a hybrid stack of megatron-core's modules, under the names that Transformer Engine's have."""
     from megatron.bridge.models.mamba import mamba_provider
@@ -231,6 +268,7 @@ def main(folder: Path, names: list[str]) -> None:
 
     with_names_of_transformer_engine()
     with_mixers()
+    with_heterogeneous_layers()
     for name in names:
         bridge = AutoBridge.from_hf_pretrained(folder / f"{name}-hf")
         with temporary_distributed_context(backend="gloo"):

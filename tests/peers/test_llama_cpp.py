@@ -38,7 +38,7 @@ GEMMA = {"query_pre_attn_scalar": 32}
 _TOKENIZERS = {
     **dict.fromkeys(("gemma4", "gemma4-moe", "gemma4-small"), "sentencepiece of gemma4"),
     **dict.fromkeys(("ernie4-5", "ernie4-5-moe", "nemotron", "minicpm3"), "sentencepiece"),
-    **dict.fromkeys(("llama4", "lfm2", "lfm2-moe"), "llama-bpe"),
+    **dict.fromkeys(("llama4", "lfm2", "lfm2-moe", "nemotron-nas"), "llama-bpe"),
     **dict.fromkeys(("deepseek-v3.2", "glm-moe-dsa"), "deepseek-v3"),
     **dict.fromkeys(("cohere", "cohere2", "starcoder2"), "smollm"),
     "seed-oss": "seed-coder",
@@ -124,6 +124,7 @@ BYTE_LEVEL = {
 }
 SIZES = {
     "mamba2": 336,
+    "nemotron-nas": 128256,  # by which the converter knows the kind of tokenizer
     **dict.fromkeys(("nemotron-h", "granite-hybrid", "granite-hybrid-dense"), 344),
     **dict.fromkeys(("gemma4", "gemma4-moe", "gemma4-small"), SIZE - 10),
 }

@@ -31,6 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek-v3": SIZES | LATENTS,
     "gemma3": SIZES,
     "nemotron-h": {},
+    "nemotron-nas": {"hidden_size": 128},
 }
 STEP = {**SIZES, "moe_intermediate_size": 64, "share_expert_dim": 64}
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

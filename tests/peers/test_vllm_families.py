@@ -20,7 +20,7 @@ from precisionctl.verify.engine_rules import check
 
 FAMILIES: Mapping[str, dict[str, Any]] = {
     **dict.fromkeys(("afmoe", "deepseek-v3.2", "exaone-moe", "glm-moe-dsa", "hy-v3", "hy4", "lfm2-moe"), {}),
-    **dict.fromkeys(("mellum", "mimo-v2-flash", "minimax-m2", "mistral4", "muse-glimmer"), {}),
+    **dict.fromkeys(("mellum", "mimo-v2-flash", "minimax-m2", "mistral4", "muse-glimmer", "nemotron-nas"), {}),
     "lfm2": {"tie_word_embeddings": True},  # vLLM knows no other
     "step3p5": {"swiglu_limits": [0.0, 0.0, 0.0, 7.0]},  # nor this
     "glm4-moe-lite": {"mlp_layer_types": ["dense", "sparse", "sparse"]},  # others vLLM does not know

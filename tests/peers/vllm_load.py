@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torchvision_operators  # noqa: F401
 from safetensors.torch import save_file
+from transformers import AutoConfig, PretrainedConfig
 from vllm.config import set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.engine.arg_utils import EngineArgs
@@ -66,6 +67,27 @@ def dense_backend(backend: object, attn_selector_config: Any, **more: object) ->
 CpuPlatform.get_attn_backend_cls = staticmethod(dense_backend)
 
 registry._run_in_subprocess = lambda look: look()  # a class is looked at here, where torchvision can be imported
+
+
+class Said(dict[str, Any]):
+    """A part of a config, whose keys are its attributes."""
+
+    def __init__(self, said: dict[str, Any]) -> None:
+        super().__init__(said)
+        vars(self).update(said)
+
+
+class DeciLMConfig(PretrainedConfig):
+    """That which Llama-Nemotron's files bring with them, as far as vLLM reads it: blocks have attributes."""
+
+    model_type = "nemotron-nas"
+
+    def __init__(self, block_configs: object = (), **given: Any) -> None:
+        super().__init__(**given)
+        self.block_configs = json.loads(json.dumps(block_configs), object_hook=Said)
+
+
+AutoConfig.register("nemotron-nas", DeciLMConfig)
 
 OPTIONAL = ("q_scale", "k_scale", "v_scale", "prob_scale", "zero_point")  # of the KV cache: 1 where not stored
 OPTIONAL += ("input_global_scale",)  # of experts, which have the parameter where inputs stay as they are, too

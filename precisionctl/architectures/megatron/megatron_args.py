@@ -9,6 +9,7 @@ from typing import Any
 
 from precisionctl.architectures.megatron.args_said import all_but_every, check_kinds, needed, norm_epsilon, one_of
 from precisionctl.architectures.megatron.expert_args import chooses_groups_by_nothing, moe_args, read_moe
+from precisionctl.architectures.megatron.heterogeneous_args import heterogeneous_args, read_heterogeneous
 from precisionctl.architectures.megatron.indexer_args import DSA_NAME, dsa_args, read_dsa
 from precisionctl.architectures.megatron.kimi_k3_args import KIMI_K3, as_kimi_k3, kimi_k3_args
 from precisionctl.architectures.megatron.recurrent_args import (
@@ -49,7 +50,6 @@ _BASES = "rotary_base_per_layer"
 """Of Megatron-LM's dev branch; Megatron-Bridge says it for Step 3.5."""
 # what no table here has, and a model with it would be another one
 WITHOUT = (
-    *("heterogeneous_block_specs", "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
     *("apply_residual_connection_post_layernorm", "moe_router_topk_limited_devices"),
     *(_BASES, "use_mup"),
     *("enable_hyper_connections", "enable_mhc_connections"),  # but the first beside DeepSeek-V4's attention
@@ -132,6 +132,7 @@ def to_megatron_args(model: ModelShape) -> dict[str, Any]:
         **csa_args(model, _yarn_args(model.rope_scaling or {"factor": 1.0})),
         **mhc_args(model),
         **kimi_k3_args(model),
+        **heterogeneous_args(model),
     }
 
 
@@ -261,14 +262,14 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int) -> ModelShape:
     qkv_biased = bool(args.get("add_qkv_bias")) and mla is None  # MLA's linears have none (multi_latent_attention.py)
     positions = _read_positions(args, num_layers, mla, csa)
     mamba = read_mamba(args)
+    blocks = read_heterogeneous(args, heads, hidden)
     scale = args.get("softmax_scale")  # a root, which may have cost the last digits
     model = ModelShape(
         architecture="",
         num_layers=num_layers,
         hidden_size=hidden,
-        ffn_hidden_size=needed(args, "ffn_hidden_size"),
         num_attention_heads=heads,
-        num_query_groups=needed(args, "num_query_groups") if args.get("group_query_attention") else heads,
+        **(blocks.largest if blocks else _read_equal_sizes(args, heads)),
         kv_channels=needed(args, "v_head_dim") if mla or csa else args.get("kv_channels") or hidden // heads,
         vocab_size=args.get("vocab_size") or padded_vocab_size,
         padded_vocab_size=padded_vocab_size,
@@ -299,12 +300,19 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int) -> ModelShape:
         mhc=read_mhc(args),
         moe=read_moe(args, num_layers, biased, mamba),
         mamba=mamba,
+        heterogeneous=blocks,
         gdn=read_delta_net(args),
         mtp_num_layers=read_hybrid_mtp(args) if mamba else args.get("mtp_num_layers") or 0,
         **positions,
         **_read_activation(args),
     )
     return as_kimi_k3(model, args)
+
+
+def _read_equal_sizes(args: Mapping[str, Any], heads: int) -> dict[str, Any]:
+    """Sizes that all layers have."""
+    groups = needed(args, "num_query_groups") if args.get("group_query_attention") else heads
+    return {"num_query_groups": groups, "ffn_hidden_size": needed(args, "ffn_hidden_size")}
 
 
 def _headwise(model: ModelShape) -> bool:

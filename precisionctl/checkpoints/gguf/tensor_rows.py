@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from precisionctl.checkpoints.tensor_changes import KEY_PAIRS, QUERY_PAIRS, SAME, TensorChange
+from precisionctl.checkpoints.tensor_changes import ROTARY_NEIGHBOURS, SAME, TensorChange
 from precisionctl.model.model_shape import ModelShape
 
 
@@ -194,7 +194,7 @@ QK_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"
 QUERY, KEY = {"self_attn.q_proj": "attn_q"}, {"self_attn.k_proj": "attn_k"}
 VALUE_OUTPUT = {"self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output"}
 ATTENTION = linears({**QUERY, **KEY, **VALUE_OUTPUT})
-ATTENTION_IN_PAIRS = [*linears(QUERY, QUERY_PAIRS), *linears(KEY, KEY_PAIRS), *linears(VALUE_OUTPUT)]
+ATTENTION_IN_PAIRS = [*linears({**QUERY, **KEY}, ROTARY_NEIGHBOURS), *linears(VALUE_OUTPUT)]
 
 MLP = linears({f"mlp.{hf}": gguf for hf, gguf in GATED.items()})
 JOINED_MLP = linears({"mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down"})

@@ -120,7 +120,7 @@ def _moved(parameter: str, names: Collection[str]) -> str:
 def _without_unused(qkv: LogicalTensor, model: ModelShape, layer: int) -> LogicalTensor:
     """Queries, keys and values, `[q_0 .. q_{r-1}, k, v]` of each query group, without what a layer does not compute
     with. As it is where it has other rows."""
-    attention = model.attention_of(in_window=model.in_window(layer))
+    attention = model.of_layer(layer)
     groups, channels = attention.num_query_groups, attention.kv_channels
     all_heads = attention.num_attention_heads // groups + 2
     unused = 2 if model.shares_kv(layer) else 1 if attention.keys_are_values else 0

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from precisionctl.architectures.megatron.expert_args import BALANCING, CAPACITY
+from precisionctl.architectures.megatron.heterogeneous_args import ENCODED, HETEROGENEOUS
 from precisionctl.architectures.megatron.kimi_k3_args import BLOCK_SIZE, KIMI_K3
 from precisionctl.architectures.megatron.megatron_args import GRANULARITY, HEAD_WISE_GATE, WITHOUT
 from precisionctl.architectures.megatron.recurrent_args import HYBRID_PATTERN
@@ -69,7 +70,7 @@ Megatron has these numbers as constants."""
 _BLOCK = "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec"
 _VARIANT = "experimental_attention_variant"
 _ONLY_READ = (
-    *(_VARIANT, BALANCING, CAPACITY, HYBRID_PATTERN, *_HYBRID_MTP, *WITHOUT),
+    *(_VARIANT, BALANCING, CAPACITY, HYBRID_PATTERN, *_HYBRID_MTP, *WITHOUT, *HETEROGENEOUS),
     *("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
     *("dsa_indexer_rope_interleaved", "dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"),
     "dsa_indexer_scoring_relu",
@@ -86,6 +87,7 @@ _DELTA_NET_BLOCK = (
 )
 _OVER_HEADS = "megatron.bridge.models.olmoe.olmoe_provider.olmoe_layer_spec"
 """Layers with norms of queries and keys over all heads, beside experts."""
+_HETEROGENEOUS_LAYERS = f"{_PROVIDERS}llama_nemotron.llama_nemotron_provider.heterogeneous_layer_spec"
 _KIMI_K3_LAYERS = "megatron.bridge.models.kimi.kimi_k3_spec.build_kimi_k3_spec"
 SILU, GELU = "torch.nn.functional.silu", "torch.nn.functional.gelu"
 _QUICK_GELU = "megatron.core.fusions.fused_bias_geglu.quick_gelu"
@@ -112,7 +114,7 @@ def write_run_config(directory: Path, args: Mapping[str, Any], model: ModelShape
 
 def to_provider(args: Mapping[str, Any]) -> dict[str, Any]:
     """The `model` section of a run_config.yaml. It names one of Bridge's generic providers, which pad the vocabulary
-    only as the arguments say, or that of Kimi K3."""
+    only as the arguments say, or that of Kimi K3 or of Llama-Nemotron."""
     latent = bool(args.get("multi_latent_attention"))
     same = {name: args[name] for name in _SAME if name in args}
     fields: dict[str, Any] = {name: [*value] if isinstance(value, tuple) else value for name, value in same.items()}
@@ -134,6 +136,9 @@ def to_provider(args: Mapping[str, Any]) -> dict[str, Any]:
         fields |= {name: args[name] for name in KIMI_K3} | {"use_te_activation_func": True, "moe_router_dtype": "fp32"}
         fields["hetereogenous_dist_checkpoint"] = True
         fields["transformer_layer_spec"] = _call(_KIMI_K3_LAYERS)
+    if ENCODED in args:
+        provider = "llama_nemotron.llama_nemotron_provider.LlamaNemotronHeterogeneousProvider"
+        fields |= {ENCODED: args[ENCODED], "transformer_layer_spec": _call(_HETEROGENEOUS_LAYERS)}
     return {
         **fields,
         "_target_": _PROVIDERS + provider,

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from precisionctl.architectures.megatron.heterogeneous_args import ENCODED
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.chunks import Chunk
 from precisionctl.checkpoints.hf_directory.companions import write_companions
@@ -143,6 +144,6 @@ def _keys_by_layer(args: Mapping[str, Any]) -> bool:
     """Whether Megatron loads each layer under its own key although all are alike
     (TransformerBlock.sharded_state_dict; of hybrid models, MambaStack.sharded_state_dict)."""
     frequencies = (args.get("moe_layer_freq"), args.get("linear_attention_freq"))
-    return bool(args.get("is_hybrid_model")) or any(
+    return bool(args.get("is_hybrid_model") or args.get(ENCODED)) or any(
         isinstance(f, list) or (type(f) is int and f > 1) for f in frequencies
     )

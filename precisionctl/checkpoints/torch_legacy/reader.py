@@ -8,6 +8,7 @@ expert rank) the first replica is read. `torch_legacy/writer.py` is the inverse.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from precisionctl.architectures.megatron.heterogeneous_args import ENCODED
 from precisionctl.architectures.megatron.megatron_args import HEAD_WISE_GATE
 from precisionctl.architectures.megatron.recurrent_args import read_delta_net, read_mamba
 from precisionctl.checkpoints.base import NO_HINTS, Container, Hints
@@ -149,6 +151,8 @@ class LegacyReader(MegatronReader):
             what = f"the ranks of stage {uneven[0]} hold {sorted(layers[uneven[0]])} layers"
             raise DamagedCheckpoint(what, where=self.path, do="Is the copy whole?")
         counts = [layers[stage].pop() for stage in order]
+        if self.args.get(ENCODED):
+            counts = self._counts_said(counts)
         for rank, chunks in stages:
             for index, chunk in enumerate(chunks):
                 first = sum(counts[: index * self.parallelism.pipeline + rank.pipeline])
@@ -162,6 +166,18 @@ class LegacyReader(MegatronReader):
                         for name, value in chunk.items()
                     },
                 )
+
+    def _counts_said(self, counts: Sequence[int]) -> list[int]:
+        """The number of layers in each stage, of which so many have parameters, as a search may leave a layer without
+        any: even, or with another number on the first or last stage. Raises DamagedCheckpoint where that is not it."""
+        first, last = (self.args.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
+        what = "arguments that do not say how many layers are in each stage"
+        with damage(what, self.path):
+            layers = self.args["num_layers"]
+            said = replace(self.parallelism, first_layers=first, last_layers=last).layers_of_stages(layers)
+            if sum(said) != layers or any(map(operator.lt, said, counts)):
+                raise ValueError(said)
+        return said
 
     def _located(self) -> Iterator[tuple[Rank, str, LocatedTensor]]:
         for rank, entries in self._stages:

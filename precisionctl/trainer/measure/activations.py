@@ -64,7 +64,7 @@ def pass_bytes(
         if model.mla:
             beside += 2 * model.kv_down_size * len(read) / kept.tokens
         else:
-            beside += sum(2 * 2 * model.attention_of(model.in_window(each)).key_size for each in read) / kept.tensor
+            beside += sum(2 * 2 * model.of_layer(each).key_size for each in read) / kept.tensor
         held = sum(codes) if recipe.casts_once else 0
         return round(inputs + beside * tokens + last + held + max(logits, max(layers) + working))
     return round(sum(layers) + last + max(logits, working))
@@ -122,6 +122,8 @@ def _layer(model: ModelShape, layer: int, kept: BytesKept, length: int) -> float
         norms -= 2
     if model.mamba and not model.parallel_mixers:
         norms = 1
+    if model.heterogeneous:
+        norms = model.has_attention(layer) + model.has_dense_mlp(layer)
     if model.moe and model.moe.post_layernorm and model.has_experts(layer):
         norms += 1
     made = norms * kept.norm * model.hidden_size / kept.tokens
@@ -154,7 +156,7 @@ def _layer(model: ModelShape, layer: int, kept: BytesKept, length: int) -> float
     elif model.has_short_conv(layer):
         made += read + _short_conv(model, kept) / kept.tensor
     elif model.has_attention(layer):
-        attention, shares_kv = model.attention_of(model.in_window(layer)), model.shares_kv(layer)
+        attention, shares_kv = model.of_layer(layer), model.shares_kv(layer)
         of_blocks = model.msa is not None and model.has_indexer(layer) and length > model.msa.dense_length
         made += read + _attention(attention, layer, kept, length, shares_kv, of_blocks) / kept.tensor
         made += _mask(model, layer, kept, length)

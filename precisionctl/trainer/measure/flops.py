@@ -44,7 +44,7 @@ def training_flops(model: ModelShape, lengths: Iterable[int]) -> int:
         if model.mamba and model.has_mixer(layer):
             scans += sum(each) * SCAN * model.mamba.inner_size * model.mamba.state_dim
         if model.has_attention(layer) and not model.csa:
-            attention = model.attention_of(model.in_window(layer))
+            attention = model.of_layer(layer)
             # Multiply-adds for each pair of a query and an earlier token: queries with keys, scores with values
             per_pair = attention.query_size + attention.projection_size
             products += (chunked if model.in_window(layer) else whole) * per_pair // 2

@@ -30,7 +30,7 @@ class Parameters:
             if model.has_indexer(layer) and not model.csa:  # whose is among its projections
                 count += indexer(model)
             if model.stores_unused and model.shares_kv(layer):
-                count += model.hidden_size * model.attention_of(model.in_window(layer)).key_value_size
+                count += model.hidden_size * model.of_layer(layer).key_value_size
             count += per_layer_input(model) + connections(model) + _tables(model, layer)
             count += norm_gates(model, layer) + ngram_projections(model, layer)
             if moe is None or not model.has_experts(layer):
@@ -121,7 +121,7 @@ def projections(model: ModelShape, layer: int) -> int:
         keys = hidden * (model.kv_channels + 2 * compressed_rows(model, layer))
         return queries + keys + given + (indexer(model) if model.has_indexer(layer) else 0)
     shared, rope = model.shares_kv(layer), model.has_rope(layer)
-    model = model.attention_of(model.in_window(layer))
+    model = model.of_layer(layer)
     out = model.projection_size * hidden
     if mla is None:
         return mixer + hidden * (model.qkv_size + model.gate_size - (model.key_value_size if shared else 0)) + out

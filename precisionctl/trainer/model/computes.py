@@ -53,6 +53,7 @@ COMPUTED = frozenset(
             "short_conv short_conv.layers short_conv.kernel_dim",
             "mamba mamba.pattern mamba.num_heads mamba.head_dim mamba.num_groups mamba.state_dim mamba.dt_rank",
             "mamba.gated_norm",
+            "heterogeneous heterogeneous.num_query_groups heterogeneous.ffn_hidden_size",
             "multipliers multipliers.attention_in multipliers.attention_out multipliers.key multipliers.mlp",
             "multipliers.ssm_in multipliers.ssm_out multipliers.ssm",
         )
@@ -134,6 +135,15 @@ COMPUTED_BESIDE: Mapping[str, Mapping[str, object]] = {
         "gdn.kda_full_gate": True,
         "residual_multiplier": 1.0,
         "normalization": "RMSNorm",
+        "mtp_num_layers": 0,
+    },
+    "heterogeneous": {
+        **dict.fromkeys(("mla", "dsa", "msa", "csa", "mhc", "ple", "moe", "gdn", "short_conv", "mamba"), None),
+        **dict.fromkeys(("global_attention", "norm_gate_rank", "residual_gate_temperature", "linear_gate"), None),
+        **dict.fromkeys(("per_layer_embed_dim", "attn_res_block_size"), None),
+        **dict.fromkeys(("parallel_residual", "post_layernorms", "layer_scalar", "stores_unused"), False),
+        "pre_layernorms": True,
+        "num_kv_shared_layers": 0,
         "mtp_num_layers": 0,
     },
     "msa": {

@@ -28,6 +28,7 @@ from precisionctl.trainer.model.attention.self_attention import KeysValues
 from precisionctl.trainer.model.computes import check
 from precisionctl.trainer.model.embedding import Embedding
 from precisionctl.trainer.model.layers.attention_residuals import AttentionResidualLayer
+from precisionctl.trainer.model.layers.heterogeneous_layer import HeterogeneousLayer
 from precisionctl.trainer.model.layers.hybrid_layer import HybridLayer
 from precisionctl.trainer.model.layers.hyper_connections import (
     GatedResidual,
@@ -258,6 +259,8 @@ class Decoder(nn.Module):
             name = f"decoder.layers.{number}"
             if model.mamba:
                 return HybridLayer(name, model, model.mamba, number, backend, recompute)
+            if model.heterogeneous:
+                return HeterogeneousLayer(name, model, number, backend, recompute)
             if model.mhc:
                 return HyperLayer(name, model, model.mhc, number, backend, recompute)
             if model.attn_res_block_size:

@@ -173,7 +173,7 @@ def check(model: ModelShape, sizes: ParallelSettings) -> None:
 def check_divisions(model: ModelShape, sizes: ParallelSettings) -> None:
     """Raise RecipeError for a model whose parts, but for groups of queries, cannot be divided evenly over these tensor
     and expert ranks."""
-    moe, dense = model.moe, any(map(model.has_dense_mlp, range(model.num_layers)))
+    moe, dense = model.moe, filter(model.has_dense_mlp, range(model.num_layers))
     groups = model.mamba is None or model.mamba.dt_rank is None
     mixer = model.mamba.divisible if model.mamba else sizes.tensor
     shared = [
@@ -182,7 +182,7 @@ def check_divisions(model: ModelShape, sizes: ParallelSettings) -> None:
         ("channels of a short convolution", model.hidden_size if model.short_conv else sizes.tensor),
         ("groups of a Mamba-2 mixer's heads" if groups else "channels of a Mamba-1 mixer", mixer),
         ("rows of the vocabulary, padded", model.padded_vocab_size),
-        ("channels of an MLP", model.ffn_hidden_size if dense else sizes.tensor),
+        *(("channels of an MLP", size) for size in sorted({*map(model.ffn_size, dense)})),
         ("channels of an expert", moe.ffn_hidden_size if moe else sizes.tensor),
         ("channels of the shared experts", (moe and moe.shared_ffn_hidden_size) or sizes.tensor),
     ]

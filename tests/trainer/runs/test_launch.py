@@ -96,6 +96,7 @@ NEW = {
 SAID = {
     *("llama-2", "llama-all-biases", "llama-head-dim", "mistral", "qwen2", "qwen2-window", "qwen3", "mixtral"),
     *("qwen3-moe", "phi3", "nemotron", "gpt2", "deepseek-v2", "deepseek-v3.2", "glm-moe-dsa"),
+    "nemotron-nas",
 }
 UNSAID = {
     "gpt-oss": "rope_scaling",

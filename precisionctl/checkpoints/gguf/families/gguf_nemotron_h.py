@@ -11,7 +11,7 @@ from precisionctl.checkpoints.gguf import expert_keys, metadata_keys as keys, ro
 from precisionctl.checkpoints.gguf.families.gguf_mamba2 import MIXER, mixer
 from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.tensor_changes import KEY_PAIRS, QUERY_PAIRS
+from precisionctl.checkpoints.tensor_changes import ROTARY_NEIGHBOURS
 from precisionctl.model.model_shape import ModelShape
 
 _UNGATED = {"up_proj": "ffn_up", "down_proj": "ffn_down"}
@@ -21,8 +21,7 @@ _ROWS = rows.renamed(
         rows.GgufRow("model.norm_f.weight", ("output_norm.weight",)),
         rows.GgufRow("lm_head.weight", ("output.weight",)),
         *mixer("mixer"),
-        *rows.in_layers({"mixer.q_proj": "attn_q"}, QUERY_PAIRS),
-        *rows.in_layers({"mixer.k_proj": "attn_k"}, KEY_PAIRS),
+        *rows.in_layers({"mixer.q_proj": "attn_q", "mixer.k_proj": "attn_k"}, ROTARY_NEIGHBOURS),
         *rows.in_layers(
             {
                 "norm": "attn_norm",

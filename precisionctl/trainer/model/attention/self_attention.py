@@ -80,7 +80,7 @@ if its norm is no part of the linear that reads it, and the part of keys that he
 class SelfAttention(nn.Module):
     """Grouped queries. Rows of linear_qkv, per group: R queries, R output gates if there are, one key, each D rows, one
     value unless keys are values; of a layer that `shares_kv`, queries and gates alone. Behind those of all groups, one
-    for each head if it has a head-wise gate. `model` is that of `attention_of` for this kind of layer."""
+    for each head if it has a head-wise gate. `model` is that of `of_layer` for this layer."""
 
     def __init__(
         self, name: str, model: ModelShape, backend: Backend, shares_kv: bool = False, msa: MSA | None = None

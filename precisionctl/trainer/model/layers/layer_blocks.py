@@ -43,7 +43,7 @@ def token_mixer(name: str, model: ModelShape, number: int, backend: Backend) -> 
     if model.mla:
         return MLASelfAttention(name, model, model.mla, number, backend)
     msa = model.msa if model.has_indexer(number) else None
-    of_kind = model.attention_of(model.in_window(number))
+    of_kind = model.of_layer(number)
     return SelfAttention(name, of_kind, backend, model.shares_kv(number), msa)
 
 
