@@ -65,8 +65,9 @@ _INDEXERS = ("index_q_proj", "index_k_proj")
 """MiniMax-M3's, one linear beside that of attention: models/minimax_m3.py packed_modules_mapping."""
 _UNQUANTIZED = Unquantized(ROUTERS_AND_GATES)
 _list = partial(IgnoreList, unquantized=_UNQUANTIZED)
-_rules = partial(MethodRules, in_one={"step3p5": re.compile(r".+\.moe\.experts\.\d+\..+")})
+_IN_STACKS = ("step3p5",)
 """models/step3p5.py, load_weights, which takes experts out of three tensors for a layer alone."""
+_rules = partial(MethodRules, in_one=dict.fromkeys(_IN_STACKS, re.compile(r".+\.moe\.experts\.\d+\..+")))
 _IGNORED_LAYERS = _list(("ignored_layers", "modules_to_not_convert"), BY_PATH, heads_apart=True, experts=BY_MODULE)
 
 ENGINE = Engine(
@@ -212,7 +213,7 @@ ENGINE = Engine(
             "it looks for scales under this name",
             "SGLang 0.5.23 layers/quantization/fp8.py Fp8LinearMethod.create_weights",
         ),
-        stored_as_one: EngineRule(
+        stored_as_one(but=_IN_STACKS): EngineRule(
             "codes of experts are looked for expert by expert", "SGLang 0.5.23 layers/moe/fused_moe_triton/layer.py"
         ),
         format_of_weights_alone: EngineRule(

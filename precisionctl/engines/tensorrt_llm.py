@@ -98,8 +98,9 @@ ENGINE = Engine(
             "several config groups must target modules by name",
             "TensorRT-LLM tensorrt_llm/models/quant_config_utils.py",
         ),
-        stored_as_one: EngineRule(
-            "codes of experts are looked for expert by expert", "TensorRT-LLM _torch/modules/fused_moe/quantization.py"
+        stored_as_one(but=("step3p5",)): EngineRule(
+            "codes of experts are looked for expert by expert",
+            "TensorRT-LLM _torch/modules/fused_moe/quantization.py, models/modeling_step3p7.py",
         ),
         cache_scales: EngineRule(
             "its FP8 cache has scale 1, whatever is stored", "TensorRT-LLM _torch/modules/attention.py", fatal=False

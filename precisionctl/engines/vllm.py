@@ -236,9 +236,9 @@ ENGINE = Engine(
         exponents_named("weight_scale"): EngineRule(
             "it looks for scales under this name", "vLLM 0.33 modelopt.py ModelOptMxFp8Config.from_config"
         ),
-        stored_as_one: EngineRule(
+        stored_as_one(but=("step3p5",)): EngineRule(
             "codes of experts are looked for expert by expert",
-            "vLLM 0.33 fused_moe/routed_experts.py make_expert_params_mapping",
+            "vLLM 0.33 fused_moe/routed_experts.py make_expert_params_mapping; models/step3p5.py",
         ),
         lost_by_renaming: EngineRule(
             "of gpt-oss it renames what ends in `.down_proj`, in the list of linears to ignore, too",

@@ -318,9 +318,12 @@ def test_released_codes_of_all_experts_in_one_tensor_are_read_and_come_back(tmp_
         "modules_to_not_convert": [*kept, "lm_head"],
     }
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
-    for engine in ("vllm", "sglang"):
+    for engine in ("vllm", "sglang", "tensorrt-llm"):
         findings = check(open_checkpoint(tmp_path / "hf"), engine_named(engine))
         assert [each.what for each in findings if each.rule.fatal] == []
+    # told to dequantize, it loads codes of down_proj as they are (run): of the three it renames that one alone
+    findings = check(open_checkpoint(tmp_path / "hf"), engine_named("transformers"))
+    assert "FP8 codes of all experts in one tensor" in [each.what for each in findings]
     run(tmp_path / "hf", tmp_path / "m", "megatron", precision="bf16")
     run(tmp_path / "m", tmp_path / "back", "hf", precision="bf16")
     back = load_file(tmp_path / "back" / "model.safetensors")

@@ -3,7 +3,7 @@ demand, and how; an engine pairs it with its own text and source. The first thre
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from precisionctl.dtypes import DType
@@ -164,12 +164,16 @@ def exponents_named(wanted: str, renamed: Mapping[str, str] | None = None) -> De
     return broken
 
 
-def stored_as_one(directory: QuantizedDirectory) -> Breaches:
-    """Codes of all experts of a layer, stored in one tensor; but those of Step 3.5, which is released so."""
-    for name in directory.scales:
-        if is_slice(name) and directory.text_type != "step3p5":
+def stored_as_one(*, but: Sequence[str] = ()) -> Demand:
+    """Codes of all experts of a layer, stored in one tensor. `but` are text models, by their `model_type`, of which the
+    engine is known to load such codes."""
+
+    def broken(directory: QuantizedDirectory) -> Breaches:
+        name = next(filter(is_slice, directory.scales), None)
+        if name and directory.text_type not in but:
             yield name.partition("[")[0], "FP8 codes of all experts in one tensor"
-            return
+
+    return broken
 
 
 def unsaid_exponents(directory: QuantizedDirectory) -> Breaches:
@@ -189,7 +193,7 @@ def unsaid_exponents(directory: QuantizedDirectory) -> Breaches:
 def taken_for_weights(directory: QuantizedDirectory) -> Breaches:
     """As `stored_as_one`, of methods that transformers reads as `fp8`."""
     if directory.method in ("fp8", "mxfp8"):
-        yield from stored_as_one(directory)
+        yield from stored_as_one()(directory)
 
 
 def without_dimension(directory: QuantizedDirectory) -> Breaches:
