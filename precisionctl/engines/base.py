@@ -55,6 +55,15 @@ class ServeCommand:
 
 
 @dataclass(frozen=True)
+class NoClass:
+    """That an engine has no class for a model, by a `rule`; of models whose config.json has a key `where`, if that is
+    given."""
+
+    rule: EngineRule
+    where: str | None = None
+
+
+@dataclass(frozen=True)
 class Engine:
     """An inference engine, and its rules.
 
@@ -67,8 +76,8 @@ class Engine:
     attention, which caches neither keys nor values. blocks_alone: the models, by `model_type`, of which it loads no
     codes but blocks of `quant_method: fp8`. mxfp4_experts: those whose experts may be MXFP4 beside such blocks, and
     what of config.json says that they are (None: their tensors do). no_codes: those of which it computes no codes,
-    whatever the format. no_class: those that it is known to have no class for, by `model_type`, or by that and ` with a
-    thinker_config` where it has one for other config.json's; of others that have a table nothing is known.
+    whatever the format. no_class: those that it is known to have no class for, by `model_type`; of others that have a
+    table nothing is known.
     loads_own_classes: whether it looks for tensors only under the names that the model's own class saves.
 
     demands: all further rules on a directory of codes. keys: the keys that config.json must have, which an export adds.
@@ -90,7 +99,7 @@ class Engine:
     blocks_alone: Mapping[str, BlocksAlone] = field(default_factory=dict)
     mxfp4_experts: Mapping[str, ExpertDtype | None] = field(default_factory=dict)
     no_codes: Mapping[str, EngineRule] = field(default_factory=dict)
-    no_class: Mapping[str, EngineRule] = field(default_factory=dict)
+    no_class: Mapping[str, NoClass] = field(default_factory=dict)
     loads_own_classes: bool = False
 
     def formats(self, method: str) -> Sequence[str]:
@@ -118,9 +127,10 @@ class Engine:
         """That the engine is known to have no class for a model, as a finding. A directory with code of its own brings
         one."""
         kind = str(config.get("model_type"))
-        kinds = (kind, f"{kind} with a thinker_config") if "thinker_config" in config else (kind,)
-        rules = {} if config.get("auto_map") else {each: self.no_class[each] for each in kinds if each in self.no_class}
-        return [Finding("config.json", f"a {each}", rule) for each, rule in rules.items()]
+        known = self.no_class.get(kind)
+        if known is None or config.get("auto_map") or (known.where and known.where not in config):
+            return []
+        return [Finding("config.json", f"a {kind}" + (f" with a {known.where}" if known.where else ""), known.rule)]
 
     def check(
         self,

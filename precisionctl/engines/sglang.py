@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 from functools import partial
 
-from precisionctl.engines.base import Engine, ServeCommand
+from precisionctl.engines.base import Engine, NoClass, ServeCommand
 from precisionctl.engines.rules.cache_rules import (
     cache_by,
     cache_scales_of_values_alone,
@@ -183,11 +183,16 @@ ENGINE = Engine(
     no_class={
         **dict.fromkeys(
             ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
-            EngineRule(
-                "it loads what thinks from the whole model alone", "SGLang 0.5.23 models/qwen3_omni_moe.py EntryClass"
+            NoClass(
+                EngineRule(
+                    "it loads what thinks from the whole model alone",
+                    "SGLang 0.5.23 models/qwen3_omni_moe.py EntryClass",
+                )
             ),
         ),
-        "shieldgemma2": EngineRule("it has no class for this model_type", "SGLang 0.5.23 models/*.py EntryClass"),
+        "shieldgemma2": NoClass(
+            EngineRule("it has no class for this model_type", "SGLang 0.5.23 models/*.py EntryClass")
+        ),
     },
     demands={
         without_scale_of_inputs(fuses=True, class_first=True): EngineRule(

@@ -6,7 +6,7 @@ Of compressed-tensors it computes with inputs that it rounds to FP8 and back, or
 
 import re
 
-from precisionctl.engines.base import Engine, ServeCommand
+from precisionctl.engines.base import Engine, NoClass, ServeCommand
 from precisionctl.engines.rules.cache_rules import (
     cache_scales_of_projections,
     cache_scales_several,
@@ -209,9 +209,12 @@ ENGINE = Engine(
         ),
     ),
     no_class={
-        "qwen3_asr with a thinker_config": EngineRule(
-            "its class has the text model in text_config, and other names of tensors",
-            "transformers 5.24 models/qwen3_asr/configuration_qwen3_asr.py",
+        "qwen3_asr": NoClass(
+            EngineRule(
+                "its class has the text model in text_config, and other names of tensors",
+                "transformers 5.24 models/qwen3_asr/configuration_qwen3_asr.py",
+            ),
+            where="thinker_config",
         )
     }
     | dict.fromkeys(
@@ -233,8 +236,11 @@ ENGINE = Engine(
             "NemotronH_Nano_Omni_Reasoning_V3",
             "NemotronH_Super_Omni_Reasoning_V3",
         ),
-        EngineRule(
-            "it has no class for this model_type that gives logits", "transformers 5.24 models/auto/modeling_auto.py"
+        NoClass(
+            EngineRule(
+                "it has no class for this model_type that gives logits",
+                "transformers 5.24 models/auto/modeling_auto.py",
+            )
         ),
     ),
     loads_own_classes=True,

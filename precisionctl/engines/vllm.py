@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from precisionctl.engines.base import Engine, ServeCommand
+from precisionctl.engines.base import Engine, NoClass, ServeCommand
 from precisionctl.engines.rules.cache_rules import (
     cache_by,
     cache_scales_beyond_bf16,
@@ -151,12 +151,14 @@ ENGINE = Engine(
         },
     ),
     no_class={
-        "gpt_neo": EngineRule("it has no class for this model_type", "vLLM 0.33 models/registry.py"),
+        **dict.fromkeys(
+            ("gpt_neo", "shieldgemma2"),
+            NoClass(EngineRule("it has no class for this model_type", "vLLM 0.33 models/registry.py")),
+        ),
         **dict.fromkeys(
             ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
-            EngineRule("it loads what thinks from the whole model alone", "vLLM 0.33 models/registry.py"),
+            NoClass(EngineRule("it loads what thinks from the whole model alone", "vLLM 0.33 models/registry.py")),
         ),
-        "shieldgemma2": EngineRule("it has no class for this model_type", "vLLM 0.33 models/registry.py"),
     },
     fused=FusedLinears(
         groups=(*FUSED, LATENT),

@@ -24,7 +24,7 @@ GENERATE = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUS
 @pytest.mark.skipif("muse_spark" not in CONFIG_MAPPING, reason="of transformers 5.24")
 def test_of_transformers_they_are_those_that_no_auto_class_has() -> None:
     known = {name for task in GENERATE for name in getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES")}
-    kinds = {kind for kind in ENGINES["transformers"].no_class if " with " not in kind}
+    kinds = {kind for kind, known in ENGINES["transformers"].no_class.items() if known.where is None}
     assert kinds == {*supported(), *WRAPPERS} - known
 
 
@@ -32,8 +32,9 @@ def test_the_page_names_them() -> None:
     page = (repository.DOCS / "engines.md").read_text(encoding="utf-8")
     table = page.partition("### Models without a class")[2].partition("\n\n`verify")[0]
     rows = re.findall(r"^\| (\S+) [0-9.]+ \| (.+) \|$", table, re.MULTILINE)
-    named = {title: {name for name in re.findall(r"`(\w+(?: with a \w+)?)`", text)} for title, text in rows}
-    assert named == {each.title: set(each.no_class) for each in ENGINES.values() if each.no_class}
+    named = {title: set(re.findall(r"`(\w+)`(?: with a `(\w+)`)?", text)) for title, text in rows}
+    known = {each.title: each.no_class.items() for each in ENGINES.values() if each.no_class}
+    assert named == {title: {(kind, of.where or "") for kind, of in kinds} for title, kinds in known.items()}
 
 
 def export(source: Path, out: Path, target: str) -> str:
