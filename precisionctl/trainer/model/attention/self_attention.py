@@ -26,10 +26,10 @@ def gated_by(attended: Tensor, gate: Tensor) -> Tensor:
     return (attended * gate.float().sigmoid().reshape(attended.shape)).to(attended.dtype)
 
 
-def gated_by_head(attended: Tensor, opened: Tensor) -> Tensor:
+def times_by_head(attended: Tensor, factors: Tensor) -> Tensor:
     """What heads give, `[T, heads * channels]`, times FP32 numbers for each of them, or for each of their channels."""
-    gated = attended.view(*opened.shape, -1) * opened[..., None]
-    return gated.to(attended.dtype).view_as(attended)
+    multiplied = attended.view(*factors.shape, -1) * factors[..., None]
+    return multiplied.to(attended.dtype).view_as(attended)
 
 
 def scaled(query: Tensor, positions: Positions) -> Tensor:
@@ -69,7 +69,7 @@ class GateOfHeads(nn.Module):
 
     def forward(self, attended: Tensor, hidden: Tensor) -> Tensor:
         """What heads give, `[T, heads * channels]`, and hidden states `[T, E]`, to the former times the gate."""
-        return gated_by_head(attended, self.opening(product(F.linear, hidden, self.weight).float()))
+        return times_by_head(attended, self.opening(product(F.linear, hidden, self.weight).float()))
 
 
 KeysValues = tuple[Tensor, ...]
@@ -165,7 +165,7 @@ class SelfAttention(nn.Module):
         if self.gated:
             attended = gated_by(attended, gate)
         if head_gates is not None:
-            attended = gated_by_head(attended, head_gates.float().sigmoid())
+            attended = times_by_head(attended, head_gates.float().sigmoid())
         if self.linear_gate is not None:
             attended = self.linear_gate(attended, self.backend.world.tensor.enter(hidden))
         out: Tensor = self.linear_proj(attended)
