@@ -18,13 +18,17 @@ from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.mxfp4 import BLOCKS_OF_16
 
-_EXPERTS = r"experts\.(?:[a-z_]+|w(?:13|2)_weight(?:_scale)?)|block_sparse_moe\.(?:input|output)_linear\.weight"
 _SCALES_OF_STREAMS = r"hc_(?:attn|ffn)_scale|(?:attn|ffn)_hc\.scale|hc_(?:attn|mlp)_layer\.(?:hc_pre\.)?hc_scale"
 _OF_TORCHTITAN = r"moe\.(?:routed_experts\.inner_)?experts\.(?:w[123]|mlp[12]_(?:weight|bias))(?:_E[DFG]{1,2})?"
-_OF_STEP = r"moe\.(?:gate|up|down)_proj\.weight(?:_scale_inv)?"
-_STACK_OF_STEP = re.compile(rf".+\.{_OF_STEP}")
-_FUSED = re.compile(rf".+\.(?:{_EXPERTS}|{_SCALES_OF_STREAMS}|{_OF_TORCHTITAN}|{_OF_STEP})")
-_SLICE = re.compile(rf"({_FUSED.pattern})\[(\d+)\]")
+_OF_GRANITE = r"block_sparse_moe\.(?:input|output)_linear\.weight"
+_STACKS = (
+    (1, rf"experts\.(?:[a-z_]*_scale(?:_inv)?|w(?:13|2)_weight_scale)|{_SCALES_OF_STREAMS}"),
+    (2, rf"experts\.(?:[a-z_]+|w(?:13|2)_weight)|{_OF_GRANITE}|{_OF_TORCHTITAN}"),
+    (3, r"moe\.(?:gate|up|down)_proj\.weight(?:_scale_inv)?"),  # Step 3.5's; in others one MLP may have this name
+)
+"""The fewest dimensions of a stack, and how its name ends: tensors so named with fewer are no stacks."""
+_BY_DIMENSIONS = tuple((fewest, re.compile(rf".+\.(?:{ends})")) for fewest, ends in _STACKS)
+_SLICE = re.compile(rf"(.+\.(?:{'|'.join(ends for _, ends in _STACKS)}))\[(\d+)\]")
 
 _MOST_SLICES = 1 << 18
 """Most experts in one file. All of DeepSeek-V3 has 3 x 10^4, but a header of a few bytes can claim any number."""
@@ -59,10 +63,7 @@ def stacks(stored: Mapping[str, TensorSpec], where: object) -> set[str]:
 
 def is_stack(name: str, spec: TensorSpec) -> bool:
     """Whether dimension 0 of a tensor is experts: it is in matrices of theirs, and in scales if each has one."""
-    if _STACK_OF_STEP.fullmatch(name):  # others may have one MLP of this name
-        return len(spec.shape) == 3
-    several = len(spec.shape) > 1 or (len(spec.shape) == 1 and name.endswith(("_scale", "_scale_inv", "_hc.scale")))
-    return several and _FUSED.fullmatch(name) is not None
+    return any(len(spec.shape) >= fewest and ends.fullmatch(name) for fewest, ends in _BY_DIMENSIONS)
 
 
 def stored_name(name: str) -> tuple[str, int | None]:
