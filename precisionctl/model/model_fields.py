@@ -88,12 +88,13 @@ class ModelFields:
     activation: Activation = "silu"
     gated_linear_unit: bool = True
     activation_clamp: float | None = None
-    """Clamps both halves of a gated MLP: the gate from above alone."""
+    """Clamps both halves of a gated MLP before the activation, the gate from above alone. Routed experts have it too if
+    `moe.activation_clamp` is None."""
     glu_offset: float = 0.0
     """Added to a gated MLP's linear half, after `activation_clamp`."""
     swiglu_limits: tuple[float, ...] | None = None
     """By layer: clamps both halves of dense MLPs and shared experts behind the activation, the gate from above alone;
-    0: does not."""
+    0: does not. Routed experts have `moe.swiglu_limits` alone."""
 
     # Positions
     position_embedding: Literal["rope", "learned_absolute", "alibi"] = "rope"

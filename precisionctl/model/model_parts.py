@@ -90,9 +90,9 @@ class MoE:
     outputs of routed and of shared experts are normalised before they are added. The router's norm is an RMSNorm
     without weights, whose output is multiplied by a vector and by hidden_size^(-1/2). The weight of an expert for a
     token is multiplied by a factor of that expert. With `post_layernorm` (A.X K1) the sum of routed and shared experts
-    is normalised, in a model without norms behind blocks. `activation_clamp` (Hunyuan 4) is that of routed experts
-    alone; ModelShape's is that of all MLPs. So are `swiglu_limits` (Step 3.5); ModelShape's are not those of routed
-    experts.
+    is normalised, in a model without norms behind blocks. Routed experts have two clamps as
+    ModelShape's of these names are: `activation_clamp` (Hunyuan 4), before the activation; None: the model's; and
+    `swiglu_limits` (Step 3.5), behind it; None: there are none, whatever the model's are.
     """
 
     num_experts: int

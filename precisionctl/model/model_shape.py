@@ -123,7 +123,8 @@ class ModelShape(ModelLayers):
 
     @property
     def of_experts(self) -> "ModelShape":
-        """The model whose MLPs compute between their linears what its routed experts do."""
+        """The model whose MLPs compute between their linears what its routed experts do. A clamp before
+        the activation that they lack is the model's; one behind it is not."""
         if self.moe is None:
             return self
         clamp = self.activation_clamp if self.moe.activation_clamp is None else self.moe.activation_clamp
