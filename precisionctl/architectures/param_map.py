@@ -228,11 +228,16 @@ class Row:
 @dataclass(frozen=True)
 class Either:
     """Two spellings of the same rows in Hugging Face, told apart by names, or by shapes where the names are the same.
-    The stored one is read. Written is the second under the Naming `second_is`, the stored one under `as stored`, else
-    the first. With `only_read` the first is written under `as stored` too, but the second where weights become codes
-    under its names again (gpt-oss). `also` is a third spelling, read and written like a stored second; with a Naming of
-    its own, `also_is`, under that, and under `as stored` whatever `only_read` says. `alone` is written under `text
-    alone`, if that is none of these."""
+    `also` is a third one. The stored one is read. Which is written follows from the Naming:
+
+    - the one that is `second_is`: the second
+    - the one that is `also_is`: `also`
+    - `text alone`: `alone`, if there is one
+    - `as stored`: the stored one; with `only_read` the first, unless `also` is stored and has a Naming of its own
+    - all others: the first
+
+    With `only_read` the second is written under all of them where weights become codes under its names again
+    (gpt-oss)."""
 
     first: tuple[Row, ...]
     second: tuple[Row, ...]
