@@ -12,7 +12,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.chunks import read_tensor, write_rows
-from precisionctl.checkpoints.hf_directory.fused_experts import sliced, stacked
+from precisionctl.checkpoints.hf_directory.fused_experts import is_stack, sliced, stacked
 from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensor, StoredTensors, read_header
 from precisionctl.checkpoints.huggingface import HuggingFaceWriter
 from precisionctl.checkpoints.open import open_checkpoint
@@ -70,6 +70,21 @@ def test_slices_are_written_as_the_tensors_that_transformers_loads(gpt_oss: GptO
     for name, values in gpt_oss.state_dict().items():
         assert torch.equal(loaded[name], values), name
     assert len(list((tmp_path / "target").glob("model-*.safetensors"))) > 2
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("mlp.experts.down_proj_scale_inv", (8,), True),  # a scale for each expert
+        ("mlp.experts.down_proj_scale_inv", (), False),  # one for all
+        ("mlp.experts.e_score_correction_bias", (8,), False),  # of the router
+        ("mlp.experts.down_proj_bias", (8, 64), True),
+        ("moe.gate_proj.weight", (8, 64, 64), True),  # Step 3.5
+        ("moe.gate_proj.weight", (64, 64), False),  # one MLP
+    ],
+)
+def test_a_tensor_is_a_stack_by_its_name_and_its_dimensions(name: str, shape: tuple[int, ...], expected: bool) -> None:
+    assert is_stack(f"model.layers.0.{name}", TensorSpec(shape, DType.float32)) == expected
 
 
 def test_a_header_that_claims_a_billion_experts_is_refused_at_once() -> None:
