@@ -7,7 +7,7 @@ from typing import Any
 from precisionctl.architectures.config_keys import Config, Fields, Rule, check_passed_over, is_on, size
 from precisionctl.architectures.config_layers import WINDOWS, by_kind
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model.model_parts import real
+from precisionctl.model.model_parts import part_of_head, real
 from precisionctl.model.model_shape import ModelShape
 
 # scalings that can be computed, and the numbers of each: those it needs, and those it may have
@@ -297,7 +297,7 @@ def read_rope(config: Config, parameters: Mapping[str, Any], base: float, percen
         rope["partial_rotary_factor"], part = part, 1.0
     return {
         "rotary_base": real(theta, "rope_theta"),
-        "rotary_percent": real(part, "partial_rotary_factor"),
+        "rotary_percent": part_of_head(part, "partial_rotary_factor"),
         "rope_scaling": _scaling(kind, rope, config),
     }
 

@@ -34,6 +34,13 @@ def real(value: object, name: str) -> float:
     return float(value)  # type: ignore[arg-type]
 
 
+def part_of_head(value: object, name: str) -> float:
+    """A part of a head: a positive number of at most 1. Raises DamagedCheckpoint."""
+    if real(value, name) > 1:
+        raise DamagedCheckpoint(f"{name} is {shown(value)}, more than a whole head")
+    return float(value)  # type: ignore[arg-type]
+
+
 def check_negative(value: object, name: str) -> None:
     """Raise DamagedCheckpoint for what is no negative number."""
     if type(value) not in (int, float) or not -1e30 < value < 0:  # type: ignore[operator]

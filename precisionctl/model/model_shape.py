@@ -7,7 +7,7 @@ from typing import Any, get_args
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.model.model_fields import Activation, LinearGate
 from precisionctl.model.model_layers import ModelLayers
-from precisionctl.model.model_parts import LARGEST, MOST_LAYERS, check_count, check_numbers, check_size
+from precisionctl.model.model_parts import LARGEST, MOST_LAYERS, check_count, check_numbers, check_size, part_of_head
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class ModelShape(ModelLayers):
         if not self.norm_weight and not self.zero_centered_gamma:
             what = "norms without weights are zeros in Megatron, and layernorm_zero_centered_gamma is off"
             raise DamagedCheckpoint(what, do="Train such a model with --apply-layernorm-1p, which switches it on.")
+        part_of_head(self.rotary_percent, "rotary_percent")
         if self.num_attention_heads % self.num_query_groups:
             raise DamagedCheckpoint(f"{self.num_attention_heads} heads in {self.num_query_groups} query groups")
         for product in ("qkv_size", "projection_size", "query_size", "key_value_size"):

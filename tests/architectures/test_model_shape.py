@@ -65,6 +65,12 @@ def test_no_size_is_zero_but_numbers_of_some_layers() -> None:
                     replace(whole, **{name: 0})
 
 
+def test_no_more_than_a_head_turns() -> None:
+    replace(DENSE, rotary_percent=1)
+    with pytest.raises(DamagedCheckpoint, match=r"rotary_percent is 1\.5, more than a whole head"):
+        replace(DENSE, rotary_percent=1.5)
+
+
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "1", True])
 def test_what_is_no_positive_number_is_refused_by_its_name(value: object) -> None:
     for name in REALS:

@@ -136,6 +136,8 @@ def test_a_share_that_is_null_is_no_familys_default(family: str) -> None:
     with pytest.raises(DamagedCheckpoint, match="partial_rotary_factor is null"):
         from_hf_config(spelled(family, SPELLINGS["a share that is null"]))
     assert from_hf_config(spelled(family, {"partial_rotary_factor": 1.0})).rotary_percent == 1
+    with pytest.raises(DamagedCheckpoint, match=r"partial_rotary_factor is 7\.0, more than a whole head"):
+        from_hf_config(spelled(family, {"partial_rotary_factor": 7.0}))
 
 
 @pytest.mark.parametrize("within", [True, False])

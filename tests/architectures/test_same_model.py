@@ -871,7 +871,7 @@ BESIDE_SHORT_CONVS_OTHERWISE = {
 def _other_than(value: object) -> object:
     if isinstance(value, bool):
         return not value
-    return "gelu" if isinstance(value, str) else 1 if value == 0 else 3
+    return "gelu" if isinstance(value, str) else 0.5 if isinstance(value, float) else 1 if value == 0 else 3
 
 
 BESIDE_MLA_OTHERWISE = {name: _other_than(value) for name, value in COMPUTED_BESIDE["mla"].items()}

@@ -143,6 +143,8 @@ def test_a_setting_means_what_it_means_in_transformers(said: dict[str, Any], tmp
         (UnknownArchitecture, {"partial_rotary_factors": [0.5, 1.0, 0.5, 1.0] * 12}),
         (UnknownArchitecture, {"mtp_layer_types": ["full_attention"] * 3, "layer_types": (_PERIOD * 12)[:45]}),
         (UnknownArchitecture, {"mtp_mlp_layer_types": ["sparse"] * 3}),
+        (DamagedCheckpoint, {"partial_rotary_factors": [7.0] * 48}),
+        (DamagedCheckpoint, {"partial_rotary_factors": 2**31}),
         (DamagedCheckpoint, {"layer_types": _PERIOD}),
         (DamagedCheckpoint, {"swiglu_limits": [-1.0] * 45}),
         (DamagedCheckpoint, {"swiglu_limits": [7.0] * 44}),

@@ -33,7 +33,7 @@ from precisionctl.architectures.rearrangements import VOCABULARY
 from precisionctl.architectures.rope import rope_of_kinds, write_rope_of_kinds
 from precisionctl.architectures.shared import deepseek_keys, llama_rows as llama, moe_rows as moe
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model.model_parts import real
+from precisionctl.model.model_parts import part_of_head, real
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import GATED_QKV_PARTS, ROWS, Parallel
 from precisionctl.sizes import counted
@@ -148,7 +148,8 @@ def _by_kinds(config: keys.Config, windows: Sequence[bool]) -> dict[str, Any]:
         share = _of_kind(config, "partial_rotary_factors", windows, in_window)
         theta = _of_kind({**_ABSENT, **config}, "rope_theta", windows, in_window)
         of_kind = found[_KINDS[in_window]] = {"rope_type": "default", "rope_theta": theta}
-        of_kind |= {} if share is None else {"partial_rotary_factor": share}
+        if share is not None:
+            of_kind["partial_rotary_factor"] = part_of_head(share, "partial_rotary_factors")
     scaling = config.get("rope_scaling")
     if scaling and _KINDS[False] in found:
         if not isinstance(scaling, Mapping):
