@@ -136,6 +136,15 @@ def listed_layers(config: Config, kinds: Mapping[str, bool], key: str = "layer_t
     return [kinds[kind] for kind in listed]
 
 
+def sizes_by_layer(config: Config) -> dict[str, dict[str, Any]]:
+    """What transformers saves of single layers that differ from the others, by their numbers, which it writes as wide
+    as the largest (`01`)."""
+    said = config.get("per_layer_config")
+    if not isinstance(said, Mapping | None) or not all(isinstance(sizes, Mapping) for sizes in (said or {}).values()):
+        raise DamagedCheckpoint(f"per_layer_config is {shown(said)}, not sizes by layer")
+    return {str(layer).lstrip("0") or "0": dict(sizes) for layer, sizes in (said or {}).items()}
+
+
 def numbered_layers(listed: object, key: str) -> frozenset[int]:
     """The layers whose numbers are listed under a key."""
     # as many as there may be layers: numbers can be chosen to have one hash, and take time quadratic in how many

@@ -22,7 +22,7 @@ from prediction_layer import add_mtp
 from safetensors.torch import load_file, save_file
 from soaking import in_soak
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from precisionctl.architectures.families import architecture_of, from_hf_config, to_hf_config
 from precisionctl.architectures.megatron.megatron_args import otherwise_in_megatron, to_megatron_args
@@ -158,6 +158,17 @@ def test_a_setting_means_what_it_means_in_transformers(said: dict[str, Any], tmp
 def test_what_is_not_known_is_refused_by_its_name(error: type[Exception], said: dict[str, Any]) -> None:
     with pytest.raises(error, match=next(iter(said))):
         from_hf_config(FLASH | said)
+
+
+@pytest.mark.parametrize("heads", [32, 48])
+def test_heads_are_read_as_transformers_saves_them(heads: int) -> None:
+    """Of layers with as many heads as all it says nothing by layer."""
+    published = FLASH | {"num_attention_heads": 32, "attention_other_setting": {"num_attention_heads": heads}}
+    saved = json.loads(CONFIG_MAPPING["step3p5"](**published).to_json_string())
+    assert bool(saved["per_layer_config"]) == (heads != 32)
+    assert from_hf_config(saved) == from_hf_config(published)
+    with pytest.raises(UnknownArchitecture, match="per_layer_config"):
+        from_hf_config(saved | {"per_layer_config": {"1": {"num_attention_heads": 40}}})
 
 
 def test_both_words_for_rotary_embeddings_say_the_same() -> None:

@@ -13,7 +13,6 @@ of E2B and E4B, but not of their QAT, and nothing reads them: transformers neith
 `num_global_key_value_heads`, which counts only where keys are values.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +20,7 @@ from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import (
     all_but_every,
     layers_in_window,
+    sizes_by_layer,
     window_fields,
     write_window,
 )
@@ -29,7 +29,7 @@ from precisionctl.architectures.rearrangements import GAMMA, SAME, VOCABULARY
 from precisionctl.architectures.rope import rope_by_kind
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.tables.gemma2 import SCALED_EMBEDDING
-from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import ROWS
 
@@ -191,7 +191,7 @@ def _read_heads(config: keys.Config) -> keys.Fields:
     sizes = {**_ABSENT, **config}
     keys_are_values = keys.is_on(config, "attention_k_eq_v")
     if "per_layer_config" in config:
-        own = _of_layers(config["per_layer_config"], _windows(config))
+        own = _of_layers(config, _windows(config))
     else:
         own = {"head_dim": keys.size(sizes, "global_head_dim")}
         if keys_are_values and sizes.get("num_global_key_value_heads") is not None:
@@ -207,16 +207,14 @@ def _read_heads(config: keys.Config) -> keys.Fields:
     }
 
 
-def _of_layers(said: object, windows: list[bool]) -> dict[str, Any]:
+def _of_layers(config: keys.Config, windows: list[bool]) -> dict[str, Any]:
     """What all layers without a window have otherwise than the others; these have nothing."""
-    if not isinstance(said, Mapping | None) or any(not isinstance(each, Mapping) for each in (said or {}).values()):
-        raise DamagedCheckpoint(f"per_layer_config is {shown(said)}, not sizes by layer")
-    by_layer = {str(layer).lstrip("0") or "0": dict(sizes) for layer, sizes in (said or {}).items()}
+    by_layer = sizes_by_layer(config)
     own: dict[str, Any] = by_layer.get(str(len(windows) - 1), {})
     expected = {str(layer): own for layer, in_window in enumerate(windows) if own and not in_window}
     if by_layer != expected or not own.keys() <= {"head_dim", "num_key_value_heads"}:
-        what = f"per_layer_config={shown(said)} is not one number and size of heads for all layers without a window"
-        raise UnknownArchitecture(what)
+        what = f"per_layer_config={shown(config['per_layer_config'])} is not one number and size of heads"
+        raise UnknownArchitecture(f"{what} for all layers without a window")
     return own
 
 

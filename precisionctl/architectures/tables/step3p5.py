@@ -25,6 +25,7 @@ from precisionctl.architectures.config_layers import (
     listed_layers,
     nowhere,
     numbered_layers,
+    sizes_by_layer,
     window_fields,
 )
 from precisionctl.architectures.head_rearrangements import QKV_GATES
@@ -202,11 +203,12 @@ def _read_heads(config: keys.Config, windows: Sequence[bool]) -> keys.Fields:
         if other and keys.size(config, key) != in_window:
             raise DamagedCheckpoint(f"{key} is {shown(config[key])} beside {in_window} in attention_other_setting")
         in_window = keys.size(config, key)
-    by_layer = {str(layer): {"num_attention_heads": in_window} for layer, there in enumerate(windows) if there}
-    own = config.get("per_layer_config")
-    if own is not None and {str(layer): each for layer, each in dict(own).items()} != by_layer:
+    usual, otherwise = ({"num_attention_heads": number} for number in (heads, in_window))
+    by_layer = {str(layer): otherwise for layer, there in enumerate(windows) if there and otherwise != usual}
+    own = {layer: each for layer, each in sizes_by_layer(config).items() if each != usual}
+    if config.get("per_layer_config") is not None and own != by_layer:
         do = "Known is another number of heads in layers with a window."
-        raise UnknownArchitecture(f"per_layer_config={shown(own)}", do=do)
+        raise UnknownArchitecture(f"per_layer_config={shown(config['per_layer_config'])}", do=do)
     return {
         "num_query_groups": groups,
         "kv_channels": head,
