@@ -3,11 +3,12 @@
 from pathlib import Path
 
 from precisionctl.architectures.families import key_in, read_model
+from precisionctl.architectures.megatron.args_said import TRUST_REFERENCE
 from precisionctl.architectures.wrappers import is_wrapper
 from precisionctl.checkpoints import huggingface
 from precisionctl.checkpoints.base import Companions, Hints, Reader
 from precisionctl.checkpoints.hf_directory.companions import read_companions
-from precisionctl.checkpoints.megatron.directory import TRUST_REFERENCE, of_megatron
+from precisionctl.checkpoints.megatron.directory import of_megatron
 from precisionctl.checkpoints.megatron.towers import TowersOf
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownFormat, one_line

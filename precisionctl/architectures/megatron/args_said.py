@@ -38,6 +38,13 @@ def check_kinds(args: Mapping[str, Any]) -> None:
                 raise DamagedCheckpoint(f"{name} is {shown(value)}, not {words}")
 
 
+TRUST_REFERENCE = (
+    "`convert SRC OUT --to megatron --reference HF_DIR --trust-reference` goes by HF_DIR's config.json, and writes the "
+    "arguments anew."
+)
+"""What to do about arguments that a run was not trained by, or that no family here has."""
+
+
 def needed(args: Mapping[str, Any], name: str) -> Any:
     """An argument that every run has. Raises DamagedCheckpoint where it is not there."""
     if name not in args:

@@ -7,7 +7,14 @@ megatron/training/arguments.py and, since 0.16, megatron/core/transformer/transf
 from collections.abc import Mapping
 from typing import Any
 
-from precisionctl.architectures.megatron.args_said import all_but_every, check_kinds, needed, norm_epsilon, one_of
+from precisionctl.architectures.megatron.args_said import (
+    TRUST_REFERENCE,
+    all_but_every,
+    check_kinds,
+    needed,
+    norm_epsilon,
+    one_of,
+)
 from precisionctl.architectures.megatron.expert_args import chooses_groups_by_nothing, moe_args, read_moe
 from precisionctl.architectures.megatron.heterogeneous_args import heterogeneous_args, read_heterogeneous
 from precisionctl.architectures.megatron.indexer_args import DSA_NAME, dsa_args, read_dsa
@@ -48,6 +55,7 @@ _USUAL: Mapping[str, Any] = {
 }
 _BASES = "rotary_base_per_layer"
 """Of Megatron-LM's dev branch; Megatron-Bridge says it for Step 3.5."""
+_FOR_BASES = f"Of a Step 3.5 or 3.7, {TRUST_REFERENCE} Other commands take the result."
 # what no table here has, and a model with it would be another one
 WITHOUT = (
     *("apply_residual_connection_post_layernorm", "moe_router_topk_limited_devices"),
@@ -236,7 +244,8 @@ def read_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: o
         with at(where):
             for name in WITHOUT:
                 if args.get(name) and (name, args.get("experimental_attention_variant")) != (MHC_NAME, CSA_NAME):
-                    raise UnknownArchitecture(f"no family known here has Megatron's {name}={shown(args[name])}")
+                    what = f"no family known here has Megatron's {name}={shown(args[name])}"
+                    raise UnknownArchitecture(what, do=_FOR_BASES if name == _BASES else "")
             check_kinds(args)
             return _read(args, padded_vocab_size)
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError) as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from precisionctl.architectures.families import from_hf_config, from_megatron_args
+from precisionctl.architectures.megatron.args_said import TRUST_REFERENCE
 from precisionctl.architectures.megatron.megatron_args import (
     MEGATRON_ONLY,
     as_config_says,
@@ -102,13 +103,6 @@ def model_of(
             do = "--trust-reference cannot take back what no argument switches off. Give the run's own config.json."
         raise DamagedCheckpoint(f"it contradicts the arguments of Megatron: {found}", where=path, do=do)
     return model
-
-
-TRUST_REFERENCE = (
-    "`convert SRC OUT --to megatron --reference HF_DIR --trust-reference` goes by HF_DIR's config.json, and writes the "
-    "arguments anew."
-)
-"""What to do about arguments that a run was not trained by."""
 
 
 def by_arguments(args: Mapping[str, Any], model: ModelShape, where: object) -> ModelShape:
