@@ -304,7 +304,10 @@ TENSORS_OF_TOWERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             *_tensors("vision_tower", "patch_embed.proj encoder.final_layernorm", "patch_embed.pos_emb"),
             *_tensors("mm_projector", "pre_norm proj.0 proj.2"),
         ),
-        _LAYERS: _tensors("vision_tower.encoder.blocks.*", "norm0 norm1 wqkv wo mlp.fc0 mlp.fc1"),
+        **dict.fromkeys(
+            ("vision_config.vt_num_hidden_layers", _LAYERS),  # published files', transformers'
+            _tensors("vision_tower.encoder.blocks.*", "norm0 norm1 wqkv wo mlp.fc0 mlp.fc1"),
+        ),
     },
     "qwen2_audio": {
         ONCE: (*_tensors("audio_tower", "conv1 conv2 layer_norm", "embed_positions"), *_tensors(_PROJECTOR, "linear")),
@@ -330,14 +333,35 @@ TENSORS_OF_TOWERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "audio_config.num_hidden_layers": (
             "model.embed_audio.embedding_projection.weight",
             *_tensors("model.audio_tower", "output_proj"),
-            *_tensors("model.audio_tower.layers.*", weights="norm_pre_attn norm_post_attn norm_out"),
+            *_tensors(
+                "model.audio_tower.subsample_conv_projection",
+                weights="input_proj_linear layer0.conv layer0.norm layer1.conv layer1.norm",
+            ),
+            *_tensors(
+                "model.audio_tower.layers.*",
+                weights="norm_pre_attn norm_post_attn norm_out self_attn.relative_k_proj "
+                "lconv1d.pre_layer_norm lconv1d.conv_norm lconv1d.depthwise_conv1d",
+            ),
+            "model.audio_tower.layers.*.self_attn.per_dim_scale",
+            *(
+                f"model.audio_tower.layers.*.{module}.linear.weight"
+                for module in (
+                    *(f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "post")),
+                    *("lconv1d.linear_start", "lconv1d.linear_end"),
+                )
+            ),
+            *(
+                f"model.audio_tower.layers.*.feed_forward{number}.{module}.weight"
+                for number in (1, 2)
+                for module in ("pre_layer_norm", "post_layer_norm", "ffw_layer_1.linear", "ffw_layer_2.linear")
+            ),
         ),
     },
     "minimax_m3_vl": {
         ONCE: (
             *_tensors(_SIGLIP, "pre_layrnorm", "embeddings.patch_embedding"),
-            *_tensors(_PROJECTOR, weights="linear_1 linear_2"),
-            *_tensors("patch_merge_mlp", weights="linear_1 linear_2"),
+            *_tensors(_PROJECTOR, "linear_1 linear_2"),
+            *_tensors("patch_merge_mlp", "linear_1 linear_2"),
         ),
         _LAYERS: _tensors(f"{_SIGLIP}.encoder.layers.*", _CLIP_LAYER),
     },
@@ -381,8 +405,19 @@ TENSORS_OF_TOWERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
                 (f"{part}_config.num_hidden_layers" for part in ("audio", "sound")),  # transformers', NVIDIA's
                 (
                     *_tensors("sound_projection", weights="norm linear1 linear2"),
-                    *_tensors("sound_encoder.encoder.subsampling", "linear"),
-                    *_tensors("sound_encoder.encoder.layers.*", "norm_out norm_self_att norm_conv conv.norm"),
+                    *_tensors("sound_encoder.encoder.subsampling", "linear layers.0"),
+                    *_tensors(
+                        "sound_encoder.encoder.layers.*",
+                        "norm_self_att norm_conv norm_feed_forward1 norm_feed_forward2 norm_out conv.norm",
+                        "feed_forward1.linear1 feed_forward1.linear2 feed_forward2.linear1 feed_forward2.linear2 "
+                        "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj self_attn.relative_k_proj "
+                        "conv.pointwise_conv1 conv.pointwise_conv2 conv.depthwise_conv",
+                    ),
+                    *(
+                        f"sound_encoder.encoder.layers.*.{name}"
+                        for name in ("self_attn.bias_u", "self_attn.bias_v", "conv.norm.running_mean")
+                    ),
+                    "sound_encoder.encoder.layers.*.conv.norm.running_var",
                 ),
             ),
         },
@@ -399,11 +434,14 @@ TENSORS_OF_TOWERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "vision_model.positional_embedding",
             "vit_large_projector.weight",
         ),
-        "vision_config.layers": (
-            *_tensors(_RESBLOCK, "ln_1 ln_2 attn.out_proj mlp.c_fc mlp.c_proj"),
-            *(
-                f"{_RESBLOCK}.{name}"
-                for name in ("attn.in_proj_weight", "attn.in_proj_bias", "ls_1.gamma", "ls_2.gamma")
+        **dict.fromkeys(
+            ("vision_config.layers", _LAYERS),  # published files', transformers'
+            (
+                *_tensors(_RESBLOCK, "ln_1 ln_2 attn.out_proj mlp.c_fc mlp.c_proj"),
+                *(
+                    f"{_RESBLOCK}.{name}"
+                    for name in ("attn.in_proj_weight", "attn.in_proj_bias", "ls_1.gamma", "ls_2.gamma")
+                ),
             ),
         ),
     },

@@ -32,6 +32,7 @@ from precisionctl.architectures.towers_in_bridge import TENSORS_OF_TOWERS, TOWER
 from precisionctl.architectures.wrappers import WRAPPERS as KNOWN
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import Box, Chunk, read_rows, write_rows
+from precisionctl.checkpoints.megatron import bridge_towers
 from precisionctl.checkpoints.megatron.bridge_towers import BridgeTowers
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
@@ -647,6 +648,102 @@ def test_a_nemotron_without_a_part_of_what_it_hears_with_is_refused(tmp_path: Pa
         found.check({})
     config["audio_config"] = None
     found.check({})
+
+
+CHECKED = ("step3p7", "nemotron_h_omni", "minimax_m3_vl", *in_soak("gemma4", "kimi_k25", "gemma3", "mistral3"))
+NOT_IN_ALL = re.compile(  # what some settings of their classes leave out, and what a run has no module for
+    r"(in|out)put_(min|max)|num_batches_tracked|conv\.\w+_conv\d?\.bias|video_embedder|layer_scale|summary_idxs|\.head\."
+)
+
+
+@pytest.fixture(scope="module")
+def checked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A Hugging Face directory, and its towers as a run of Bridge has them."""
+    if request.param not in WRAPPERS:
+        pytest.skip("of a later transformers")
+    hf = tmp_path_factory.mktemp(request.param) / "hf"
+    tiny_wrappers.save(hf, request.param, dtype=torch.bfloat16)
+    tensors = towers(stored(hf))
+    if request.param == "gemma3":
+        tensors = {as_published(name): tensor for name, tensor in tensors.items()}
+    if request.param == "nemotron_h_omni":
+        return hf, of_nemotron(tensors)
+    within = "model." if request.param == "gemma4" else ""
+    return hf, {name.removeprefix(within): tensor for name, tensor in in_bridge(request.param, tensors).items()}
+
+
+def config_of(of_run: Run) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((of_run[0] / "config.json").read_text())
+    return config
+
+
+def check(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    where = Path("run")
+    BridgeTowers(InMemory(None, "megatron", dict(tensors)), config, InMemory(None, "hf", {}), where).check({})
+
+
+@pytest.mark.parametrize("checked", CHECKED, indirect=True)
+def test_no_tensor_of_a_tower_may_be_missing_in_one_layer_or_in_all(checked: Run) -> None:
+    """Of none that transformers' class has whatever its settings are."""
+    config, tensors = config_of(checked), checked[1]
+    check(config, tensors)
+    alike: dict[str, list[str]] = {}
+    for name in tensors:
+        alike.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(name)
+    accepted = []
+    for names in alike.values():
+        for lost in (names, names[-1:]):
+            try:
+                check(config, {name: tensor for name, tensor in tensors.items() if name not in lost})
+            except DamagedCheckpoint:
+                continue
+            accepted.append(lost[-1])
+    assert [name for name in accepted if not NOT_IN_ALL.search(name)] == []
+
+
+OTHER_WORDS = {
+    "step3p7": {"num_hidden_layers": "layers", "hidden_size": "width"},
+    "kimi_k25": {"num_hidden_layers": "vt_num_hidden_layers", "hidden_size": "vt_hidden_size"},
+}
+"""What published config.json files say instead of transformers' own."""
+
+
+@pytest.mark.parametrize("published", [False, True])
+@pytest.mark.parametrize("checked", ["step3p7", *in_soak("kimi_k25")], indirect=True)
+def test_layers_and_width_are_compared_in_published_words_and_in_those_of_transformers(
+    published: bool, checked: Run
+) -> None:
+    config, tensors = config_of(checked), checked[1]
+    tower = config["vision_config"]
+    words = OTHER_WORDS[config["model_type"]]
+    said = {own: tower.get(own, tower.get(word)) for own, word in words.items()}
+    said = {words[own] if published else own: size for own, size in said.items()}
+    config["vision_config"] = tower = {k: v for k, v in tower.items() if k not in {*words, *words.values()}} | said
+    check(config, tensors)
+    layers, width = said
+    last = {name: t for name, t in tensors.items() if f"s.{tower[layers] - 1}." not in name}
+    assert last.keys() < tensors.keys()
+    with pytest.raises(DamagedCheckpoint, match=rf"vision_config\.{layers} of config\.json says {tower[layers]}"):
+        check(config, last)
+    tower[width] += 1
+    with pytest.raises(DamagedCheckpoint, match=rf"has not the {tower[width]} numbers that vision_config says"):
+        check(config, tensors)
+
+
+@pytest.mark.parametrize("checked", ["nemotron_h_omni", *in_soak("gemma4")], indirect=True)
+def test_what_hears_is_no_part_of_a_model_whose_config_json_says_nothing_of_it(checked: Run) -> None:
+    config, tensors = config_of(checked), checked[1]
+    config["audio_config"] = None
+    with pytest.raises(DamagedCheckpoint, match=r"part of what hears, and config\.json has no audio_config"):
+        check(config, tensors)
+    check(config, {name: t for name, t in tensors.items() if "sound_" not in name and "audio" not in name})
+
+
+def test_of_every_tower_with_layers_the_width_is_compared() -> None:
+    for kind, of_kind in TENSORS_OF_TOWERS.items():
+        for key, tensors in of_kind.items():
+            layers = [name for name in tensors if ".*." in name and "merger_list" not in name]
+            assert not layers or any(name.endswith(bridge_towers._OF_WIDTH) for name in layers), (kind, key)
 
 
 @pytest.mark.skipif("exaone4_5" not in WRAPPERS, reason="of transformers 5.23")

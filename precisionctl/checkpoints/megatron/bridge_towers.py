@@ -160,17 +160,21 @@ def _is_size(value: object) -> bool:
 
 def _check_tensors(specs: Mapping[str, TensorSpec], config: Config, where: Path) -> None:
     """Raise DamagedCheckpoint if towers, by their published names, lack a tensor that all of the kind have, do not have
-    as many layers as config.json says, or have another width."""
+    as many layers as config.json says, have another width, or what hears where config.json says of none."""
     do = "Is config.json this model's? If it is, copy the checkpoint again, or save it again."
+    there: set[str] = set()
+    absent: set[str] = set()
     for key, tensors in TENSORS_OF_TOWERS[config["model_type"]].items():
         part, _, last = key.rpartition(".")
         sizes = {} if key == ONCE else _part_of(config, part)
         if sizes is None:
             if part in OPTIONAL_PARTS:
+                absent |= {_module(tensor) for tensor in tensors}
                 continue
             raise DamagedCheckpoint(f"config.json has no {part}", where=where, do="Is config.json this model's?")
+        there |= {_module(tensor) for tensor in tensors}
         count = None if key == ONCE else _count(sizes.get(last), key, where)
-        width = next((sizes[size] for size in ("hidden_size", "d_model") if size in sizes), None)
+        width = next((sizes[size] for size in _WIDTHS if size in sizes), None)
         for tensor in tensors:
             pattern = re.compile(re.escape(tensor).replace(r"\*", r"(\d+)"))
             found = {match.groups(): specs[match[0]] for match in map(pattern.fullmatch, specs) if match}
@@ -188,13 +192,28 @@ def _check_tensors(specs: Mapping[str, TensorSpec], config: Config, where: Path)
             if width is not None and tensor.endswith(_OF_WIDTH) and shapes != {(width,)}:
                 what = f"`{tensor}` has not the {shown(width)} numbers that {part} says"
                 raise DamagedCheckpoint(what, where=where, do=do)
+    if beyond := [name for name in specs if _module(name) in absent - there]:
+        what = f"`{beyond[0]}` is part of what hears, and config.json has no {' or '.join(OPTIONAL_PARTS)}"
+        raise DamagedCheckpoint(what, where=where, do="Is config.json this model's?")
 
+
+def _module(name: str) -> str:
+    """The outermost module of a tower that a tensor is in."""
+    return name.removeprefix("model.").split(".")[0]
+
+
+_WIDTHS = ("width", "vt_hidden_size", "hidden_size", "d_model")
+"""What parts of config.json call the width of a tower, in published files first (Step 3.7, Kimi K2.5)."""
 
 _OF_WIDTH = (
     ".norm0.weight",
     ".norm1.weight",
     ".layer_norm1.weight",
+    ".ln_1.weight",
     ".attention_norm.weight",
+    ".input_layernorm.weight",
+    ".norm_pre_attn.weight",
+    ".norm_self_att.weight",
     "_attn_layer_norm.weight",
 )
 """The norm that a layer of a tower begins with."""
@@ -209,11 +228,12 @@ def _count(said: object, key: str, where: Path) -> int | None:
     return said
 
 
-_OF_LAYER = re.compile(r"(.*?\.(?:layers|blocks|\w+_list)\.)(\d+)(\..+)")
+_OF_LAYER = re.compile(r"(.*?\.)(\d+)(\..+)")
 
 
 def _check_layers(names: Iterable[str], where: Path) -> None:
-    """Raise DamagedCheckpoint if a tower's layer lacks a tensor that another one has: the run had a module for it."""
+    """Raise DamagedCheckpoint if a tower's layer lacks a tensor that another one has: the run had a module for it. All
+    modules that are called by numbers are layers here, whatever they are in: those in a sequence are alike, too."""
     layers: dict[str, dict[str, set[str]]] = {}
     for before, number, behind in (match.groups() for match in map(_OF_LAYER.fullmatch, names) if match):
         layers.setdefault(before, {}).setdefault(behind, set()).add(number)
