@@ -403,6 +403,37 @@ MINIMAX_M3 = {
 """As minimax_m3_bridge.py says of the tiny one."""
 
 
+UNUSED = {  # by what Bridge says of a run, and config.json otherwise: what is compared
+    "experts": [("attention_k_eq_v", False), ("num_kv_shared_layers", 2)],
+    "dense": [("attention_k_eq_v", False), ("num_kv_shared_layers", 2)],
+    "small": [("attention_k_eq_v", True), ("num_kv_shared_layers", 1)],
+}
+
+
+@pytest.mark.parametrize("which", ["dense", *in_soak("experts", "small")])
+def test_keys_and_values_of_gemma_4_are_left_out_as_the_run_says_or_with_a_note(which: str, tmp_path: Path) -> None:
+    """Of the two keys, Bridge's provider of experts has the first alone (gemma4_provider.py), and shares nothing."""
+    hf, made = trained(tmp_path, "gemma4", **ONE_PATTERN, **GEMMA_4[which])
+    text = {n.removeprefix("language_model."): t for n, t in made.items() if n.startswith("language_model.")}
+    beside = {name.removeprefix("model."): t for name, t in made.items() if not name.startswith("language_model.")}
+    shared = 2 if which == "small" else 0
+    theirs = of_gemma_4(text, [True, False] * 2, 2 if shared else 1, shared, by_layer=bool(shared)) | beside
+    said = {"attention_k_eq_v": not shared} | ({} if which == "experts" else {"num_kv_shared_layers": shared})
+    path = save(tmp_path / "bridge", theirs, **(ALIKE | SIZES | SAID_OF_GEMMA_4 | DESCRIBED_GEMMA_4[which] | said))
+    command = run(path, tmp_path / "out", "hf", reference=hf)
+    assert not any("left out" in note for note in command.notes)
+    for key, other in UNUSED[which]:
+        room = tmp_path / key
+        room.mkdir()
+        reference = changed((hf, made), room, lambda config, of={key: other}: config["text_config"].update(of))
+        with pytest.raises(DamagedCheckpoint, match=rf"{key} of config\.json is {other}, and the run had"):
+            run(path, room / "no", "hf", reference=reference)
+    command = run(save(tmp_path / "untold", theirs), tmp_path / "told", "hf", reference=hf)
+    told = "num_kv_shared_layers of config.json says" if shared else "attention_k_eq_v of config.json says"
+    layers = "layers 2, 3" if shared else "layers 1, 3"
+    assert [note for note in command.notes if layers in note and told in note and "left out" in note]
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("which", GEMMA_4)
 def test_gemma_4_that_megatron_fsdp_saved_comes_back(which: str, tmp_path: Path) -> None:

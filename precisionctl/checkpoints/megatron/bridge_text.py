@@ -1,16 +1,17 @@
 """Text models of which Megatron-Bridge has tensors in other places, under other names or with more rows than a plan."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from precisionctl.checkpoints.base import WITH_REFERENCE
 from precisionctl.checkpoints.chunks import cut_into_runs
 from precisionctl.checkpoints.torch_files.dcp_tensors import LogicalTensor, TensorPart
-from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import kind_and_parameter
+from precisionctl.sizes import listed
 
 _OUTSIDE_OF_LAYERS = (
     # MiniMax-M3 (models/minimax_m3/modeling_minimax_m3_vl.py)
@@ -54,7 +55,8 @@ def as_in_plans(
 
     In `torch_dist`, Bridge counts Gemma 4's layers with a window and those without apart, as the two have attention of
     other sizes. It has rows of keys and values in all of them: values that are copies of keys, and both in layers that
-    read those of others, with a norm of their own. Nothing computes with these, Bridge neither; so they are left out.
+    read those of others, with a norm of their own. Nothing computes with these, Bridge neither; so they are left out,
+    by config.json, which `check_unused` compares.
 
     Raises UnknownArchitecture without a config.json that says which layers have a window, DamagedCheckpoint where it
     says of another number of layers, and where two tensors have one name.
@@ -85,6 +87,39 @@ def as_in_plans(
             raise DamagedCheckpoint(f"{there} is there twice", where=where)
         named[there] = tensor
     return named
+
+
+def check_unused(model: ModelShape, said: Mapping[str, object], where: Path) -> None:
+    """Raise DamagedCheckpoint if config.json, of which `model` is, says otherwise than the run which keys and values
+    are not computed with: these are left out, and no tensor tells them. Values that are keys are no copies of them in a
+    run that has trained, for only what computes is trained."""
+    for key, by_config in _unused(model).items():
+        if key in said and said[key] != by_config:
+            what = f"{key} of config.json is {shown(by_config)}, and the run had {shown(said[key])}"
+            raise DamagedCheckpoint(what, where=where, do="Is config.json this model's?")
+
+
+def unused_notes(model: ModelShape, said: Mapping[str, object]) -> Iterator[str]:
+    """What config.json alone says is not computed with, where the run does not say it."""
+    layers = range(model.num_layers)
+    shared = [layer for layer in layers if model.shares_kv(layer)]
+    keys = [layer for layer in layers if not model.in_window(layer) and layer not in shared]
+    if shared and "num_kv_shared_layers" not in said:
+        yield _left_out("Keys and values", shared, "num_kv_shared_layers", "they read those of others")
+    if keys and model.global_keys_are_values and "attention_k_eq_v" not in said:
+        yield _left_out("Values", keys, "attention_k_eq_v", "they are the keys")
+
+
+def _left_out(what: str, layers: Iterable[int], key: str, why: str) -> str:
+    numbers = listed(map(str, layers))
+    return f"{what} of layers {numbers} are left out: {key} of config.json says that {why}, and no tensor tells."
+
+
+def _unused(model: ModelShape) -> dict[str, object]:
+    return {
+        "num_kv_shared_layers": model.num_kv_shared_layers,
+        "attention_k_eq_v": model.global_keys_are_values,
+    }
 
 
 def _layers(names: Iterable[str], model: ModelShape, where: Path) -> dict[str, Mapping[int, int]]:

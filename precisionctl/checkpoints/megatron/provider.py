@@ -194,6 +194,16 @@ def described_towers(directory: Path) -> dict[str, Mapping[str, Any]]:
     return {name: part for name, part in parts.items() if isinstance(part, dict)}
 
 
+def described_sharing(directory: Path) -> dict[str, object]:
+    """What Bridge's description says of keys and values that a Gemma 4 does not compute with, by keys of config.json:
+    its provider of models with experts knows of no layers that share them. Empty if there is none."""
+    model = bridge_section(directory, "model") if has_file(directory / BRIDGE, directory) else {}
+    if not _provider(model).startswith("Gemma4"):
+        return {}
+    usual = {} if _provider(model).startswith("Gemma4Dense") else {"num_kv_shared_layers": 0}
+    return usual | {key: model[key] for key in ("attention_k_eq_v", "num_kv_shared_layers") if key in model}
+
+
 def _config_dict(value: object) -> dict[str, Any]:
     """The dict of a config object of transformers; empty for anything else."""
     found = value.get("config_dict") if isinstance(value, dict) else None

@@ -18,6 +18,7 @@ from precisionctl.architectures.wrappers import TOWERS, is_wrapper
 from precisionctl.checkpoints.adapter import bridge
 from precisionctl.checkpoints.base import NO_HINTS, WITH_REFERENCE, Container, Hints, Reader
 from precisionctl.checkpoints.chunks import Chunk, Chunked, chunk_files
+from precisionctl.checkpoints.megatron.bridge_text import check_unused, unused_notes
 from precisionctl.checkpoints.megatron.bridge_towers import BridgeTowers
 from precisionctl.checkpoints.megatron.directory import MegatronReader, config_of
 from precisionctl.checkpoints.megatron.keys import (
@@ -40,7 +41,7 @@ from precisionctl.checkpoints.megatron.logical import (
 )
 from precisionctl.checkpoints.megatron.parameter_order import EVERY_KIND, Modules
 from precisionctl.checkpoints.megatron.payloads import SavedPayload, payload_bytes
-from precisionctl.checkpoints.megatron.provider import described_args, described_towers
+from precisionctl.checkpoints.megatron.provider import described_args, described_sharing, described_towers
 from precisionctl.checkpoints.megatron.towers import with_towers
 from precisionctl.checkpoints.torch_dist.buckets import is_bucket, unpack_buckets
 from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip
@@ -105,6 +106,7 @@ class TorchDistReader(MegatronReader):
         """`index` is what `path` holds, for a subclass that has read it; else it is looked for and read."""
         self.path, self.hints = path, hints
         self._optimizer_beside: Path | None = None
+        self._gemma_4: ModelShape | None = None
         if index is None:
             self.path, self._optimizer_beside = _find(path, iteration, self.complete)
             index = _read_indices(self.path, self._optimizer_beside)
@@ -123,9 +125,14 @@ class TorchDistReader(MegatronReader):
         self._towers_optimizer = states.keys() - self._of_optimizer.keys()
 
     def _described(self) -> ModelShape | None:
-        """The model of config.json, if there is one."""
-        config = config_of(self.companions)
-        return from_hf_config(config, self.companions.config_path) if config else None
+        """The model of config.json, if there is one, by which a Gemma 4 of Bridge's is read. Raises as
+        `check_unused`, but where the reference is trusted."""
+        if not (config := config_of(self.companions)):
+            return None
+        self._gemma_4 = from_hf_config(config, self.companions.config_path)
+        if not self.hints.trust_reference:
+            check_unused(self._gemma_4, described_sharing(self.path), self.path)
+        return self._gemma_4
 
     def _with_own(self, beside: Chunked) -> Chunked:
         """Bridge's towers, of a wrapper that it trained."""
@@ -159,6 +166,8 @@ class TorchDistReader(MegatronReader):
             yield f"What trained the towers stays behind: {tensors} of the optimizer."
         if payloads := sum(1 for _ in self._payloads(of_towers=True)):
             yield f"FP8 state of the towers stays behind: {counted(payloads, 'module')}."
+        if self._gemma_4:
+            yield from unused_notes(self._gemma_4, {} if self.hints.trust_reference else described_sharing(self.path))
         if isinstance(self.towers, BridgeTowers) and (lacking := self.towers.lacking):
             yield (
                 f"The run had no module for {counted(len(lacking), 'tensor')} of the reference's towers: they are the "
