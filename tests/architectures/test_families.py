@@ -68,7 +68,7 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 def test_there_is_a_model_of_every_family_and_a_line_in_the_docs() -> None:
     page = (repository.DOCS / "families.md").read_text(encoding="utf-8")
     table, _, _ = page.partition("| made by | `model_type` |")[2].partition("\n\n")
-    assert sorted(re.findall(r"`(\w+)`", table)) == sorted(supported())
+    assert sorted(re.findall(r"`([\w-]+)`", table)) == sorted(supported())
     own = {pico.settings(family)["model_type"] for family in ALL}
     own |= {its["model_type"] for its in pico.ABSENT.values()}
     assert own | pico.ALSO.keys() == supported().keys() and own >= {*pico.ALSO.values()}

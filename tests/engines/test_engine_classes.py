@@ -32,7 +32,7 @@ def test_the_page_names_them() -> None:
     page = (repository.DOCS / "engines.md").read_text(encoding="utf-8")
     table = page.partition("### Models without a class")[2].partition("\n\n`verify")[0]
     rows = re.findall(r"^\| (\S+) [0-9.]+ \| (.+) \|$", table, re.MULTILINE)
-    named = {title: set(re.findall(r"`(\w+)`(?: with a `(\w+)`)?", text)) for title, text in rows}
+    named = {title: set(re.findall(r"`([\w-]+)`(?: with a `(\w+)`)?", text)) for title, text in rows}
     known = {each.title: each.no_class.items() for each in ENGINES.values() if each.no_class}
     assert named == {title: {(kind, of.where or "") for kind, of in kinds} for title, kinds in known.items()}
 
