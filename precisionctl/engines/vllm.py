@@ -159,6 +159,12 @@ ENGINE = Engine(
             ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
             NoClass(EngineRule("it loads what thinks from the whole model alone", "vLLM 0.33 models/registry.py")),
         ),
+        "nemotron-nas": NoClass(
+            EngineRule(
+                "it reads config.json by the class that auto_map names",
+                "vLLM 0.33 transformers_utils/config.py _CONFIG_REGISTRY, models/nemotron_nas.py",
+            )
+        ),
     },
     fused=FusedLinears(
         groups=(*FUSED, LATENT),

@@ -95,6 +95,38 @@ def test_the_words_that_megatron_bridge_and_megatron_core_have_for_blocks_are_re
         assert differences(read_megatron_args(each, 256, ""), model) == {}
 
 
+@pytest.mark.parametrize(
+    ("last", "named"),
+    [
+        (published(3, 1.0), "4 heads in groups of 3 (block_configs[1])"),
+        (published(1, 1e-9), "ffn_mult is 1e-09: an MLP without channels (block_configs[1])"),
+        ({"attention": {"n_heads_in_group": 1}}, "ffn is None, not what a layer has (block_configs[1])"),
+        ([], "a block is [], not what a layer has (block_configs[1])"),
+    ],
+)
+def test_an_error_says_of_which_layer_it_is(last: Any, named: str) -> None:
+    with pytest.raises(DamagedCheckpoint) as refused:
+        from_hf_config(said(published(1, 1.0), last))
+    assert named in str(refused.value)
+
+
+@pytest.mark.parametrize("beside", [{"parallel_blocks": [{}]}, {"mlp": {"ffn_hidden_size": 512}}])
+def test_a_block_with_more_than_attention_and_an_mlp_makes_a_model_without_a_table(beside: dict[str, Any]) -> None:
+    model = read_model(said({**published(1, 1.0), **beside}), ())
+    assert isinstance(model, UntabledModel) and next(iter(beside)) in str(model.why)
+
+
+def test_models_without_any_attention_or_any_mlp_and_of_another_number_of_layers_are_damaged() -> None:
+    for blocks, named in (
+        ([published(None, 1.0)], "no layer of block_configs has attention"),
+        ([published(1, None)], "no layer of block_configs has an MLP"),
+    ):
+        with pytest.raises(DamagedCheckpoint, match=named):
+            from_hf_config(said(*blocks))
+    with pytest.raises(DamagedCheckpoint, match="block_configs has 1 blocks for 2 layers"):
+        from_hf_config(said(published(1, 1.0)) | {"num_hidden_layers": 2})
+
+
 LINEAR = {"attention": {"no_op": False, "replace_with_linear": True, "n_heads_in_group": None}}
 
 

@@ -4,7 +4,7 @@ heterogeneous layers read, too (megatron/core/transformer/heterogeneous/heteroge
 from collections.abc import Mapping
 from typing import Any
 
-from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, at, shown
 from precisionctl.model.model_parts import Heterogeneous, check_size, real
 from precisionctl.model.model_shape import ModelShape
 
@@ -18,11 +18,15 @@ def read_blocks(said: object, heads: int, hidden: int) -> Heterogeneous:
     list of blocks, and UnknownArchitecture for blocks that are something else than attention and an MLP."""
     if not isinstance(said, list):
         raise DamagedCheckpoint(f"{KEY} is {shown(said)}, not a list of blocks")
-    blocks = [_checked(block, KEY) for block in said]
-    return Heterogeneous(
-        tuple(_groups(_checked(block.get("attention"), "attention"), heads) for block in blocks),
-        tuple(_channels(_checked(block.get("ffn") or block.get("mlp"), "ffn"), hidden) for block in blocks),
-    )
+    groups, channels = [], []
+    for layer, block in enumerate(said):
+        with at(f"{KEY}[{layer}]"):
+            attention, mlp = _parts(block)
+            groups.append(_groups(attention, heads))
+            channels.append(_channels(mlp, hidden))
+    if not any(groups) or not any(channels):
+        raise DamagedCheckpoint(f"no layer of {KEY} has {'an MLP' if any(groups) else 'attention'}")
+    return Heterogeneous(tuple(groups), tuple(channels))
 
 
 def write_blocks(model: ModelShape) -> list[dict[str, Any]]:
@@ -46,10 +50,17 @@ def write_blocks(model: ModelShape) -> list[dict[str, Any]]:
     return blocks
 
 
-def _checked(said: object, name: str) -> Mapping[str, Any]:
-    if not isinstance(said, Mapping):
-        raise DamagedCheckpoint(f"{name} is {shown(said)}, not what a layer has")
-    return said
+def _parts(block: object) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """What a block says of attention and of its MLP, which Megatron-Core calls `mlp`."""
+    if not isinstance(block, Mapping):
+        raise DamagedCheckpoint(f"a block is {shown(block)}, not what a layer has")
+    names = ("attention", "mlp" if "mlp" in block and "ffn" not in block else "ffn")
+    if strange := {key: value for key, value in block.items() if value and key not in names}:
+        raise UnknownArchitecture(f"no layer known here has {shown(strange)} beside {' and '.join(names)}")
+    for name in names:
+        if not isinstance(block.get(name), Mapping):
+            raise DamagedCheckpoint(f"{name} is {shown(block.get(name))}, not what a layer has")
+    return block[names[0]], block[names[1]]
 
 
 def _groups(said: Mapping[str, Any], heads: int) -> int:
@@ -73,6 +84,8 @@ def _channels(said: Mapping[str, Any], hidden: int) -> int:
         check_size(said["ffn_hidden_size"], "ffn_hidden_size")
         return int(said["ffn_hidden_size"])
     channels = int(2 * real(said.get("ffn_mult"), "ffn_mult") * hidden / 3)
+    if not channels:
+        raise DamagedCheckpoint(f"ffn_mult is {shown(said['ffn_mult'])}: an MLP without channels")
     return -(-channels // _MULTIPLE) * _MULTIPLE
 
 

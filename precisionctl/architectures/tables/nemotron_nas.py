@@ -11,7 +11,7 @@ from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, only_in
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import block_configs, llama_rows as llama
-from precisionctl.errors import UnknownArchitecture, shown
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 
 _UNSAID = ("intermediate_size", "num_key_value_heads")
@@ -24,6 +24,9 @@ def _read_sizes(config: keys.Config) -> keys.Fields:
     heads = keys.HEADS.read(config)
     hidden = keys.size(config, "hidden_size")
     blocks = block_configs.read_blocks(config.get(block_configs.KEY), heads["num_attention_heads"], hidden)
+    found, layers = len(blocks.num_query_groups), keys.size(config, "num_hidden_layers")
+    if found != layers:
+        raise DamagedCheckpoint(f"{block_configs.KEY} has {found} blocks for {layers} layers")
     return {**heads, **{f"heterogeneous.{name}": sizes for name, sizes in vars(blocks).items()}, **blocks.largest}
 
 
