@@ -107,6 +107,7 @@ class TorchDistReader(MegatronReader):
         self.path, self.hints = path, hints
         self._optimizer_beside: Path | None = None
         self._gemma_4: ModelShape | None = None
+        self._sharing: Mapping[str, object] = {}
         if index is None:
             self.path, self._optimizer_beside = _find(path, iteration, self.complete)
             index = _read_indices(self.path, self._optimizer_beside)
@@ -131,7 +132,8 @@ class TorchDistReader(MegatronReader):
             return None
         self._gemma_4 = from_hf_config(config, self.companions.config_path)
         if not self.hints.trust_reference:
-            check_unused(self._gemma_4, described_sharing(self.path), self.path)
+            self._sharing = described_sharing(self.path)
+            check_unused(self._gemma_4, self._sharing, self.path)
         return self._gemma_4
 
     def _with_own(self, beside: Chunked) -> Chunked:
@@ -167,7 +169,7 @@ class TorchDistReader(MegatronReader):
         if payloads := sum(1 for _ in self._payloads(of_towers=True)):
             yield f"FP8 state of the towers stays behind: {counted(payloads, 'module')}."
         if self._gemma_4:
-            yield from unused_notes(self._gemma_4, {} if self.hints.trust_reference else described_sharing(self.path))
+            yield from unused_notes(self._gemma_4, self._sharing)
         if isinstance(self.towers, BridgeTowers) and (lacking := self.towers.lacking):
             yield (
                 f"The run had no module for {counted(len(lacking), 'tensor')} of the reference's towers: they are the "
