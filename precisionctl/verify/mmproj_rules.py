@@ -89,10 +89,7 @@ _PROJECTORS: Mapping[str, _Projector] = {
         ("v.patch_embd.weight", "v.position_embd.weight", *_linears("mm.input_norm", "mm.1", "mm.2")), "mm.2.weight"
     ),
     "step3vl": _Projector(
-        (
-            *("v.patch_embd.weight", "v.position_embd.weight"),
-            *("mm.0.weight", "mm.1.weight", "mm.model.fc.weight"),
-        ),
+        ("v.patch_embd.weight", "v.position_embd.weight", "mm.0.weight", "mm.1.weight", "mm.model.fc.weight"),
         "mm.model.fc.weight",
     ),
     "glm4v": _Projector(

@@ -47,7 +47,7 @@ _NEVER_TIED = (
     *("solar_open", "stablelm", "step3p5"),
 )
 _WITHOUT_BIASES = ("apertus", "dots1", "gemma", "gemma2", "gemma3_text", "laguna", "qwen3", "qwen3_moe")
-_HEADS_MAKE_WIDTH = (*("bailing_moe", "cohere2", "exaone", "helium", "internlm3", "mimo", "mixtral", "nemotron-nas"),)
+_HEADS_MAKE_WIDTH = ("bailing_moe", "cohere2", "exaone", "helium", "internlm3", "mimo", "mixtral", "nemotron-nas")
 _FOUR_TIMES = ("gpt_neox", "gptj")
 """Families whose MLPs are four times as wide as the model."""
 _ONE_EXPERT_AS_IT_IS = (
