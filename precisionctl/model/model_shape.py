@@ -41,10 +41,11 @@ class ModelShape(ModelLayers):
             check_size(getattr(self, product), product, 4 * LARGEST)
         self.attention_of(in_window=False)  # whose sizes are checked so, too
         self.check_layers()
-        for name, largest in self.heterogeneous.largest.items() if self.heterogeneous else ():
-            if getattr(self, name) != largest:
-                raise DamagedCheckpoint(f"{name} is {getattr(self, name)}, and the largest of a layer {largest}")
-        _ = self.attentions  # the groups of each layer are checked so, too
+        if self.heterogeneous:
+            for name, largest in self.heterogeneous.largest.items():
+                if getattr(self, name) != largest:
+                    raise DamagedCheckpoint(f"{name} is {getattr(self, name)}, and the largest of a layer {largest}")
+            _ = self.attentions  # the groups of each layer are checked so, too
         if self.mamba and self.mtp_num_layers and not self.moe:
             raise DamagedCheckpoint(f"prediction layers {self.mamba.mtp_pattern} of a model without experts")
         check_size(self.per_layer_embed_size or 1, "per_layer_embed_size", 4 * LARGEST)
