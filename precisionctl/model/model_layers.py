@@ -50,6 +50,11 @@ class ModelLayers(ModelFields):
             return False
         return self.window_layers is None or self.window_layers[layer]
 
+    @property
+    def windows(self) -> list[bool]:
+        """`in_window` of each layer."""
+        return [self.in_window(layer) for layer in range(self.num_layers)]
+
     def has_rope(self, layer: int) -> bool:
         """Whether a layer's queries and keys have rotary embeddings."""
         return self.position_embedding == "rope" and (self.rope_layers is None or self.rope_layers[layer])

@@ -91,8 +91,7 @@ class ModelShape(ModelLayers):
         if self.heterogeneous:
             groups = self.heterogeneous.num_query_groups
             return tuple(self.of_layer(groups.index(number)) for number in sorted({*groups} - {0}))
-        kinds = sorted({self.in_window(layer) for layer in range(self.num_layers)})
-        return tuple(map(self.attention_of, kinds))
+        return tuple(map(self.attention_of, sorted({*self.windows})))
 
     def normed_as(self, layer: int) -> "ModelShape":
         """The model with this layer's norms in every layer."""

@@ -78,7 +78,7 @@ def _heads(config: keys.Config, windows: list[bool]) -> tuple[int, int]:
 
 def _write_attention(model: ModelShape) -> keys.Config:
     without = model.attention_of(in_window=False)
-    windows = [model.in_window(layer) for layer in range(model.num_layers)]
+    windows = model.windows
     return {
         "num_attention_heads": without.num_attention_heads,
         "num_attention_heads_per_layer": [model.attention_of(each).num_attention_heads for each in windows],

@@ -102,7 +102,7 @@ def _in_published_words(windows: list[bool], in_global: int, fields: keys.Fields
 
 
 def _write_attention(model: ModelShape) -> keys.Config:
-    windows = [model.in_window(layer) for layer in range(model.num_layers)]
+    windows = model.windows
     without = model.attention_of(in_window=False)
     in_global = model.num_query_groups // 2 if all(windows) else without.num_query_groups
     fields = vars(model) | {"v_head_dim": model.value_channels, "moe.layer_freq": keys.part_of(model, "moe").layer_freq}

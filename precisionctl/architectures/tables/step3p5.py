@@ -228,7 +228,7 @@ def _read_attention(config: keys.Config) -> keys.Fields:
 
 
 def _write_attention(model: ModelShape) -> keys.Config:
-    windows = [model.in_window(layer) for layer in range(model.num_layers)]
+    windows = model.windows
     of_all = windows + [any(windows)] * model.mtp_num_layers
     rope = write_rope_of_kinds(model)["rope_parameters"]
     listed = ("rope_theta", "partial_rotary_factor")

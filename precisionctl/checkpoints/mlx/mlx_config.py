@@ -32,7 +32,7 @@ _TURNING_A_PART = ("glm4", "glm4_moe", "phi", "qwen3_next", "solar_open", "stabl
 def words_of_mlx(model: ModelShape, dtype: DType) -> dict[str, Any]:
     """The keys of a text model's config.json that say something else to mlx-lm, or that transformers does not read."""
     name, found = model.architecture, dict[str, Any](dtype=dtype.value, torch_dtype=dtype.value)
-    windows = [model.in_window(layer) for layer in range(model.num_layers)]
+    windows = model.windows
     if model.wrapper:  # of whose text model each class believes another part of config.json
         found["tie_word_embeddings"] = model.tied_embeddings
     if name in _TURNING_A_PART:

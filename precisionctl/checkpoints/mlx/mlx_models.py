@@ -75,7 +75,7 @@ _SCALINGS = {
 def _why_not_loaded(model: ModelShape) -> str | None:
     """What mlx-lm's class of the family does not have, in words (models/*.py, run with each setting)."""
     name, moe, with_experts = model.architecture, model.moe, model.moe.layer_freq if model.moe else ()
-    windows = [model.in_window(layer) for layer in range(model.num_layers)]
+    windows = model.windows
     turning = [model.has_rope(layer) for layer in range(model.num_layers)]
     all_but_fourth = [number % 4 != 0 for number in range(1, model.num_layers + 1)]
     scaling = model.rope_scaling or {}

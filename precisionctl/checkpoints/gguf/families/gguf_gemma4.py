@@ -81,7 +81,7 @@ def _write_groups(model: ModelShape) -> keys.Said:
     own = _everywhere(model).num_query_groups
     if own == model.num_query_groups:
         return {keys.HEADS_KV: own}
-    windows = [model.in_window(layer) for layer in range(model.num_layers)]
+    windows = model.windows
     return {keys.HEADS_KV: [model.num_query_groups if window else int(own or 0) for window in windows]}
 
 

@@ -47,7 +47,7 @@ def _read_attention(file: Described) -> Fields:
 
 
 def _write_heads(model: ModelShape) -> keys.Said:
-    windows = [model.in_window(layer) for layer in range(model.num_layers)]
+    windows = model.windows
     heads = [model.attention_of(window).num_attention_heads for window in windows]
     return {_HEADS: heads, keys.HEADS_KV: model.num_query_groups}
 
@@ -55,7 +55,7 @@ def _write_heads(model: ModelShape) -> keys.Said:
 def _write_window(model: ModelShape) -> keys.Said:
     if model.sliding_window is None:
         return {}
-    windows = [model.in_window(layer) for layer in range(model.num_layers)]
+    windows = model.windows
     pattern = {} if windows == _usual(model.num_layers) else {keys.PATTERN: windows}
     return {"attention.sliding_window": model.sliding_window, **pattern}
 
