@@ -1,4 +1,4 @@
-"""Megatron's command-line flags for FP8 as keys of a recipe, and back, in one table; and its parallel sizes.
+"""Megatron's command-line flags for FP8 and FP4 as keys of a recipe, and back, in one table; and its parallel sizes.
 
 They are fields of megatron-core's TransformerConfig, from which Megatron-LM makes its arguments
 (megatron/training/argument_utils.py, ArgumentGroupFactory). A flag that is not given keeps the recipe's value. The
@@ -43,7 +43,7 @@ class Flag:
     @property
     def argument(self) -> str:
         """Its name among the arguments that Megatron stores."""
-        return {"fp8_format": "fp8"}.get(self.parameter, self.parameter)
+        return {"fp8_format": "fp8", "fp4_format": "fp4"}.get(self.parameter, self.parameter)
 
 
 FIRST_LAST = Flag("--first-last-layers-bf16", ())
@@ -54,7 +54,7 @@ LAYERS = (
     Flag("--num-layers-at-end-in-bf16", ("precision.num_layers_at_end_in_bf16",)),
 )
 
-FLAGS = (
+_OF_FP8 = (
     Flag(
         "--fp8-format",
         ("precision.delayed.fp8_format", "precision.block.fp8_format"),
@@ -72,8 +72,12 @@ FLAGS = (
         ("precision.delayed.amax_compute_algo",),
         {"max": "max", "most_recent": "most_recent"},
     ),
-    *LAYERS,
 )
+_OF_FP4 = (
+    Flag("--fp4-format", ("precision.scaling",), {"e2m1": "nvfp4"}),  # the recipe's default, too
+    Flag("--fp4-recipe", ("precision.scaling",), {"nvfp4": "nvfp4"}),
+)
+FLAGS = (*_OF_FP8, *_OF_FP4, *LAYERS)
 
 
 def as_overrides(given: Mapping[str, object], first_last: bool) -> tuple[str, ...]:
@@ -93,11 +97,10 @@ def as_overrides(given: Mapping[str, object], first_last: bool) -> tuple[str, ..
 
 def keys_of(args: Mapping[str, Any]) -> Mapping[str, object]:
     """The recipe keys that the arguments in a Megatron checkpoint set, as far as its scaling uses them. Empty if the
-    run was not in FP8, or has a value that no key has (the recipe `custom`)."""
-    if args.get("fp8") is None:
-        return {}
+    run was in neither FP8 nor FP4, or has a value that no key has (the recipe `custom`)."""
+    kind = next((flags for flags in (_OF_FP4, _OF_FP8) if args.get(flags[0].argument) is not None), ())
     keys: dict[str, object] = {}
-    for flag in FLAGS:
+    for flag in (*kind, *LAYERS) if kind else ():  # the arguments of the other kind are there too, with their defaults
         value = args.get(flag.argument)
         if value is None or (flag in LAYERS and args.get(FIRST_LAST.parameter) is not True):
             continue
@@ -117,16 +120,19 @@ _UNUSED: Mapping[str, tuple[str, ...]] = {
     "current": ("precision.block.", "precision.delayed.margin", "precision.delayed.amax_"),
     "block": ("precision.delayed.",),
     "mxfp8": ("precision.delayed.",),
+    "nvfp4": ("precision.delayed.", "precision.block."),
 }
 """How keys begin that a scaling does not use."""
 
 
 def stateless_words(precision: "Precision") -> Mapping[str, object]:
     """The arguments for a scaling without state, under the names that Megatron, Bridge and NeMo share."""
-    words: dict[str, object] = {
-        "fp8": _theirs("--fp8-format", precision.fp8_format),
-        "fp8_recipe": _theirs("--fp8-recipe", precision.scaling),
-    }
+    words: dict[str, object] = {"fp4": "e2m1", "fp4_recipe": _theirs("--fp4-recipe", precision.scaling)}
+    if precision.codes == "FP8":
+        words = {
+            "fp8": _theirs("--fp8-format", precision.fp8_format),
+            "fp8_recipe": _theirs("--fp8-recipe", precision.scaling),
+        }
     numbers = {flag.parameter: getattr(precision, flag.parameter) for flag in LAYERS}
     return words | ({FIRST_LAST.parameter: True, **numbers} if any(numbers.values()) else {})
 

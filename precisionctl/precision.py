@@ -38,8 +38,9 @@ class BlockScaling:
 class Precision:
     """The precision of a run's GEMMs, or of the runs that a checkpoint is made for.
 
-    All but `fp8` only matters if `fp8` is True. `delayed` has the settings of delayed scaling and the format of current
-    scaling, `block` those of `block` and `mxfp8`. GEMMs of modules that match `keep_bf16` (shell patterns of Megatron
+    `fp8` is False for BF16; all else only matters if it is True. Codes are FP8, or NVFP4 under the scaling `nvfp4`.
+    `delayed` has the settings of delayed scaling and the format of current scaling, `block` those of `block` and
+    `mxfp8`; `nvfp4` has none. GEMMs of modules that match `keep_bf16` (shell patterns of Megatron
     module names) stay in BF16, and so do those of the given numbers of layers at the decoder's start and end.
     `schedule` lists the phases of a run that switches between FP8 and BF16. Raises RecipeError for a negative number of
     layers, and for phases that do not lead to the run's end.
@@ -77,21 +78,28 @@ class Precision:
         return self.fp8 and self.scaling == "delayed"
 
     @property
+    def codes(self) -> str:
+        """What its GEMMs take, if they are not in BF16: `FP8` or `NVFP4`."""
+        return "NVFP4" if self.scaling == "nvfp4" else "FP8"
+
+    @property
     def alignment(self) -> int:
-        """The number that both dimensions of an FP8 GEMM's operands must be multiples of."""
-        return MX_BLOCK if self.scaling == "mxfp8" else GEMM_ALIGNMENT
+        """The number that both dimensions of the operands of a GEMM with codes must be multiples of: MXFP8's block, for
+        NVFP4 the 16 bytes of cuBLASLt's leading dimensions."""
+        return MX_BLOCK if self.scaling in ("mxfp8", "nvfp4") else GEMM_ALIGNMENT
 
     def misfit(self, shape: Sequence[int]) -> str | None:
-        """Why no FP8 GEMM takes an operand of this shape, in words; None if it does."""
-        return gemm_misfit(shape, "MXFP8" if self.scaling == "mxfp8" else "FP8", self.alignment)
+        """Why no GEMM with codes takes an operand of this shape, in words; None if it does."""
+        return gemm_misfit(shape, "MXFP8" if self.scaling == "mxfp8" else self.codes, self.alignment)
 
     @property
     def fp8_format(self) -> Fp8Format:
-        """The format of `scaling`."""
+        """The format of an FP8 `scaling`."""
+        assert self.codes == "FP8", "NVFP4 has E2M1 alone"
         return (self.block if self.scaling in ("block", "mxfp8") else self.delayed).fp8_format
 
     def dtype(self, role: Role) -> torch.dtype:
-        """The dtype of a role's codes."""
+        """The dtype of a role's FP8 codes."""
         return code_dtype(self.fp8_format, role)
 
     def in_fp8(self, module: str) -> bool:
@@ -122,4 +130,5 @@ PRESETS: Mapping[str, Precision] = {
     "fp8-current": Precision(fp8=True, scaling="current"),
     "fp8-block": Precision(fp8=True, scaling="block"),
     "mxfp8": Precision(fp8=True, scaling="mxfp8"),
+    "nvfp4": Precision(fp8=True, scaling="nvfp4"),
 }

@@ -61,7 +61,7 @@ backend_option = click.option(
     },
 )
 @click.argument("checkpoint", type=CHECKPOINT)
-@click.option("--precision", type=Choice(["bf16", "fp8"]), required=True, help="Precision of the GEMMs.")
+@click.option("--precision", type=Choice(["bf16", "fp8", "nvfp4"]), required=True, help="Precision of the GEMMs.")
 @click.option(
     "--data",
     type=DATA,

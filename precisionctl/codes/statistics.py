@@ -8,9 +8,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Literal
 
-Scaling = Literal["delayed", "current", "block", "mxfp8"]
+Scaling = Literal["delayed", "current", "block", "mxfp8", "nvfp4"]
 SCALINGS: tuple[Scaling, ...] = ("delayed", "current", "block", "mxfp8")
-NAMES: Mapping[Scaling, str] = {"delayed": "delayed", "current": "current", "block": "128-block", "mxfp8": "MXFP8"}
+"""Those of FP8, which are measured."""
+NAMES: Mapping[Scaling, str] = {
+    "delayed": "delayed",
+    "current": "current",
+    "block": "128-block",
+    "mxfp8": "MXFP8",
+    "nvfp4": "NVFP4",
+}
+
+
+def scaling_words(scaling: Scaling, link: str = " with") -> str:
+    """What a run under a scaling computes in: `FP8 with delayed scaling`, or `NVFP4`, which is the name of a scaling
+    too."""
+    return NAMES[scaling] if scaling == "nvfp4" else f"FP8{link} {NAMES[scaling]} scaling"
+
 
 UNDERFLOW = 0.01
 """Share of elements that become zero beyond which a tensor is better kept out of FP8. With one scale for the tensor, in

@@ -41,7 +41,13 @@ from precisionctl.quant_methods.base import FOUR_BITS, SCHEMES, Scheme, quant_me
 from precisionctl.quant_methods.coded_weights import scheme_of
 from precisionctl.untrusted.safe_json import parse_json
 
-_SCHEMES: Mapping[Scaling, Scheme] = {"delayed": "static", "current": "dynamic", "block": "block", "mxfp8": "mxfp8"}
+_SCHEMES: Mapping[Scaling, Scheme] = {
+    "delayed": "static",
+    "current": "dynamic",
+    "block": "block",
+    "mxfp8": "mxfp8",
+    "nvfp4": "nvfp4",
+}
 """The scheme in which an engine computes most like a recipe's scaling."""
 
 _BY_ENGINE = "Input scales are made by the engine."

@@ -18,7 +18,7 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceTensors
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.codes import numerics
-from precisionctl.codes.statistics import NAMES
+from precisionctl.codes.statistics import scaling_words
 from precisionctl.conversion.convert import convert
 from precisionctl.conversion.known_state import is_of_weights
 from precisionctl.conversion.weights_digest import digest_weights
@@ -62,7 +62,7 @@ def load(reader: Reader, device: torch.device | str = "cpu", *, plain: bool = Fa
     if states:
         for name, linear in fp8_linears(model).items():
             linear.set_fp8_state(states.modules[name])
-    return model, f"FP8 with {NAMES[precision.scaling]} scaling, {stored} weights"
+    return model, f"{scaling_words(precision.scaling)}, {stored} weights"
 
 
 def _round_cache(model: GPT, reader: Reader, plan: Plan) -> str:

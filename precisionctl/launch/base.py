@@ -188,8 +188,8 @@ class LaunchSource:
 
     @cached_property
     def stateless(self) -> Precision | None:
-        """The precision of the run that wrote the checkpoint, if that is FP8 under a recipe without state (current,
-        block or MXFP8 scaling), as run.json or Megatron's arguments say; None otherwise."""
+        """The precision of the run that wrote the checkpoint, if that is under a recipe without state (current, block or
+        MXFP8 scaling, or NVFP4), as run.json or Megatron's arguments say; None otherwise."""
         run = precision_of_run(self.reader)
         return run.precision if run and not run.precision.keeps_state else None
 
@@ -218,9 +218,10 @@ class LaunchSource:
                 check_fp8_gemms(self.plan, self.in_fp8)
             except PrecisionError as misfit:
                 raise PrecisionError(
-                    f"{framework} cannot go on in FP8, and has no flag that keeps modules in BF16: {misfit.what}",
+                    f"{framework} cannot go on in {self.in_fp8.codes}, and has no flag that keeps modules in BF16: "
+                    f"{misfit.what}",
                     where=self.path,
-                    do="Convert it with --precision bf16 and continue from that, or in FP8 with `precisionctl resume`.",
+                    do="Convert it with --precision bf16 and continue from that, or go on with `precisionctl resume`.",
                 ) from None
 
     def fp8_notes(self, gemms: Sequence[str]) -> list[str]:
@@ -230,7 +231,7 @@ class LaunchSource:
         notes, recipe = [], self.recipe
         if recipe and recipe.precision.fp8 and recipe.precision.keep_bf16:
             kept = ", ".join(recipe.precision.keep_bf16)
-            notes.append(f"there is no flag for precision.keep_bf16: {kept} go on in FP8")
+            notes.append(f"there is no flag for precision.keep_bf16: {kept} go on in {self.in_fp8.codes}")
         if recipe and recipe.precision.keeps_state and recipe.precision.counts_layers:
             notes.append("the first and last layers go on in FP8: no flag keeps any in BF16 under delayed scaling")
         if self.state and self.reader.fp8:

@@ -38,7 +38,7 @@ def launch(source: LaunchSource) -> Launch:
     lines.append(f"cfg.mixed_precision = {recipe}()")
     if words := source.fp8_words:
         lines += [f"cfg.mixed_precision.{name} = {value!r}" for name, value in words.items()]
-        lines.append("cfg.mixed_precision.fp8_param_gather = False")
+        lines.append(f"cfg.mixed_precision.{'fp4' if 'fp4' in words else 'fp8'}_param_gather = False")
     notes = ["weights alone are taken: Bridge's optimizer has files of its own", *source.fp8_notes(source.gemms)]
     if source.state:
         notes.append("whether FP8 state is taken up depends on Bridge's version; its import and export drop it")

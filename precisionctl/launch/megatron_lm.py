@@ -231,6 +231,6 @@ def _balance_options(args: Mapping[str, Any], pooled_loss: float) -> list[Option
 def _precision_options(source: LaunchSource) -> list[Option]:
     options: list[Option] = [("--bf16",)]
     for name, value in source.fp8_words.items():
-        flag = _flag("fp8_format" if name == "fp8" else name)
+        flag = _flag(f"{name}_format" if name in ("fp8", "fp4") else name)
         options.append((flag,) if value is True else (flag, str(value)))
     return options

@@ -18,7 +18,7 @@ from precisionctl.checkpoints.megatron.directory import of_megatron
 from precisionctl.checkpoints.megatron.towers import tower_names
 from precisionctl.checkpoints.other_trainers.trainer_directory import says_its_model
 from precisionctl.checkpoints.run_reader import of_run
-from precisionctl.codes.statistics import NAMES
+from precisionctl.codes.statistics import scaling_words
 from precisionctl.engines.serving import ServingLayout
 from precisionctl.errors import CheckpointError, PrecisionctlError
 from precisionctl.export.encode import along_with
@@ -271,7 +271,7 @@ def _mmproj_rows(description: Description) -> Iterator[tuple[str, str]]:
 
 
 def _run_words(run: Description) -> str:
-    return f"FP8 with {NAMES[run['scaling']]} scaling, by {run['said_by']}"
+    return f"{scaling_words(run['scaling'])}, by {run['said_by']}"
 
 
 def _cut_words(cut: Mapping[str, int]) -> str:

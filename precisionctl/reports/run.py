@@ -5,7 +5,7 @@ from signal import Signals
 from typing import Any
 
 from precisionctl.checkpoints.megatron.towers import tower_names
-from precisionctl.codes.statistics import NAMES
+from precisionctl.codes.statistics import scaling_words
 from precisionctl.fp8.state import Role
 from precisionctl.reports.table import percent
 from precisionctl.sizes import counted, size
@@ -138,14 +138,15 @@ def _disk(space: DiskSpace) -> list[str]:
 def precision(plan: RunPlan) -> str:
     """A run's precision as the title of a panel: `FP8, delayed scaling` or `BF16`."""
     chosen = plan.recipe.precision
-    return f"FP8, {NAMES[chosen.scaling]} scaling" if chosen.fp8 else "BF16"
+    return scaling_words(chosen.scaling, ",") if chosen.fp8 else "BF16"
 
 
 def computed(plan: RunPlan) -> str:
     """What computes a run's GEMMs."""
     if plan.backend == "te":
         return "computed by Transformer Engine"
-    return "FP8 emulated in PyTorch" if plan.recipe.precision.fp8 else "computed by PyTorch"
+    precision = plan.recipe.precision
+    return f"{precision.codes} emulated in PyTorch" if precision.fp8 else "computed by PyTorch"
 
 
 def fp8_sources(counts: Mapping[StateOrigin, Mapping[Role, int]]) -> str:

@@ -23,6 +23,7 @@ def accumulate_gradients(run: Run, batches: Sequence[Batch], targets: int) -> Te
     with run.model.backend.same_weights() if run.casts_once(len(batches)) else nullcontext():
         for number, batch in enumerate(batches, start=1):
             run.world.begin_pass(run.model, last=number == len(batches))
+            run.model.backend.begin_pass(run.recipe.train.seed, run.step, number)
             with run.meter.last_pass() if number == len(batches) else nullcontext():
                 total += backward(run.model, batch, targets)
             run.optimizer.collect()

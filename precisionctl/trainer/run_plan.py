@@ -178,20 +178,22 @@ def plan_run(settings: Settings, recipe: Recipe, ranks: int, engine: TrainingEng
 
 
 def _as_before(settings: Settings, recipe: Recipe, source: Reader, known: KnownState) -> tuple[Recipe, tuple[str, ...]]:
-    """The recipe with the FP8 settings of the run that wrote the source, and a note on those that differ. The recipe
-    stays as it is if the user names it, or another scaling than that run's, and if amaxes, which are for delayed
+    """The recipe with the FP8 or NVFP4 settings of the run that wrote the source, and a note on those that differ. The
+    recipe stays as it is if the user names it, or another scaling than that run's, and if amaxes, which are for delayed
     scaling, are collected after a run in another. Raises as `read_recipe` and `precision_to_continue`."""
     if settings.recipe is not None or not (recipe.precision.fp8 or settings.collect_amax):
         return recipe, ()
     before = precision_to_continue(source, known, state_given=settings.fp8_state is not None)
     if before is None or (settings.collect_amax and not before.precision.keeps_state):
         return recipe, ()
+    if before.precision.codes != recipe.precision.codes:
+        return recipe, ()
     made = read_recipe(settings, before.keys)
     if made.precision.scaling != before.precision.scaling:
         return recipe, ()
     plain, taken = (run_folder.flat({"precision": asdict(each.precision)}) for each in (recipe, made))
     differing = [f"{key} {value}" for key, value in taken.items() if value != plain[key]]
-    said = f"FP8 settings from {before.said_by}: {', '.join(differing)}; --recipe gives others"
+    said = f"{made.precision.codes} settings from {before.said_by}: {', '.join(differing)}; --recipe gives others"
     return made, (said,) if differing else ()
 
 
@@ -205,6 +207,8 @@ def check_graphs(recipe: Recipe, model: ModelShape, backend: BackendName, ranks:
     captured as CUDA graphs: a graph is replayed with fixed shapes and without help of the host."""
     reasons = {
         "Transformer Engine captures them on a GPU, and this run is emulated": backend != "te",
+        "NVFP4 rounds gradients at random, which has not been tried in graphs": recipe.precision.fp8
+        and recipe.precision.codes == "NVFP4",
         "ranks put parameters together for each pass": world.shards_parameters(ranks, recipe),
         "the host must know the sizes of the experts' GEMMs in each pass": model.moe is not None,
         "a layer takes more than the hidden states of the one before": bool(

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+from precisionctl.codes.statistics import SCALINGS
 from precisionctl.errors import RecipeError
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.paths import StrPath
@@ -26,7 +27,7 @@ class Settings:
     not loaded. `reference` has the config and tokenizer of a checkpoint that has none."""
 
     checkpoint: Path
-    precision: Literal["bf16", "fp8"]
+    precision: Literal["bf16", "fp8", "nvfp4"]
     data: StrPath | None = None
     out: Path | None = None
     recipe: str | None = None
@@ -65,15 +66,16 @@ def read_recipe(settings: Settings, known: Mapping[str, Any] = MappingProxyType(
     with values that count before the recipe's, and after the command line's. Raises RecipeError for settings that
     contradict each other or the recipe, DataError for data that is not there: both are known before anything large is
     read."""
-    name = settings.recipe or {"bf16": "bf16", "fp8": "fp8-delayed"}[settings.precision]
+    name = settings.recipe or {"bf16": "bf16", "fp8": "fp8-delayed", "nvfp4": "nvfp4"}[settings.precision]
     recipe = load_recipe(name, settings.overrides, known)
-    recipe = replace(recipe, precision=replace(recipe.precision, fp8=settings.precision == "fp8"))
+    recipe = replace(recipe, precision=replace(recipe.precision, fp8=settings.precision != "bf16"))
+    _check_codes(settings, recipe)
     if settings.shadow_every is not None:
         recipe = replace(recipe, guard=replace(recipe.guard, shadow_every=settings.shadow_every))
     if not recipe.precision.fp8 and is_guarded(recipe):
         raise RecipeError(
-            "a guard and precision.schedule need an FP8 run, and this one is in BF16",
-            do="Give --precision fp8, or leave out --shadow-every, guard.shadow_every, guard.jump_at and "
+            "a guard and precision.schedule need a run in FP8 or NVFP4, and this one is in BF16",
+            do="Give --precision fp8 or nvfp4, or leave out --shadow-every, guard.shadow_every, guard.jump_at and "
             "precision.schedule.",
         )
     stateful = recipe.precision.keeps_state
@@ -95,12 +97,24 @@ def read_recipe(settings: Settings, known: Mapping[str, Any] = MappingProxyType(
     require(recipe.tracking)
     if settings.collect_amax and recipe.precision.fp8:
         raise RecipeError(
-            "--collect-amax is for BF16 runs: an FP8 run records amaxes anyway", do="Leave --collect-amax out."
+            f"--collect-amax is for BF16 runs, and this one is in {recipe.precision.codes}",
+            do="Leave --collect-amax out: delayed scaling records amaxes anyway.",
         )
     recipe = with_data(recipe, settings.data)
     if recipe.data.held_out:
         check_path(recipe.data.held_out)
     return recipe
+
+
+def _check_codes(settings: Settings, recipe: Recipe) -> None:
+    """Raise RecipeError if the command line asks for other codes than those of the recipe's scaling."""
+    codes = recipe.precision.codes
+    if settings.precision not in ("bf16", codes.lower()):
+        others = "nvfp4" if settings.precision == "nvfp4" else " or ".join(SCALINGS)
+        raise RecipeError(
+            f"--precision {settings.precision}, but precision.scaling = {recipe.precision.scaling} is {codes}",
+            do=f"Give --precision {codes.lower()}, or --set precision.scaling={others}.",
+        )
 
 
 def is_guarded(recipe: Recipe) -> bool:

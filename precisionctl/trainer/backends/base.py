@@ -145,6 +145,12 @@ class Backend(Protocol):
         a model that FSDP2 shards, which does not keep whole weights between passes."""
         ...
 
+    def begin_pass(self, *number: int) -> None:
+        """Say which pass of which run comes next, before one with gradients: where the backend rounds at random, it
+        does so by this number, so that a run that is killed repeats it. Transformer Engine draws from PyTorch's
+        generator instead, whose state a checkpoint has."""
+        ...
+
     def forward_pass(self) -> AbstractContextManager[None]:
         """A context for one forward pass through all modules. At its end forward scales are updated, as by TE when its
         outermost autocast ends; without gradients enabled nothing is recorded."""

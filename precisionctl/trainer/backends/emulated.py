@@ -1,7 +1,9 @@
-"""The GPT's linears and norms in plain PyTorch, with Transformer Engine's FP8 numerics (`fp8_gemm`)."""
+"""The GPT's linears and norms in plain PyTorch, with Transformer Engine's numerics of FP8 and NVFP4 (`fp8_gemm`)."""
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from precisionctl.trainer.backends.fp8_gemm import (
     Quantizers,
     delayed,
     fp8_gemm,
+    nvfp4_quantizers,
     set_state,
     state_of,
     stateless_quantizers,
@@ -206,6 +209,8 @@ class EmulatedBackend:
         self.recorder: Recorder | None = None
         self.casts: Casts | None = None
         """The casts of weights so far, inside `same_weights`; else None."""
+        self._pass: tuple[int, ...] = ()
+        self._rounding_gemms = 0
         recipe = precision.delayed
         self._forward = ScalingBuffers(recipe.dtype("input"), recipe, device, world)
         self._backward = ScalingBuffers(recipe.dtype("grad_output"), recipe, device, world)
@@ -236,10 +241,22 @@ class EmulatedBackend:
         if not self.precision.in_fp8(name):
             return {}
         require_alignment(self.precision, name, "a weight", out_features, in_features)
+        if self.precision.scaling == "nvfp4":
+            self._rounding_gemms += 1
+            return nvfp4_quantizers(partial(self._generator, self._rounding_gemms))
         if not self.precision.keeps_state:
             return stateless_quantizers(self.precision, self.dtype)
         forward: dict[Role, Quantizer] = {role: DelayedQuantizer(self._forward.add_slot()) for role in FORWARD}
         return forward | {role: DelayedQuantizer(self._backward.add_slot()) for role in BACKWARD}
+
+    def _generator(self, gemm: int) -> torch.Generator:
+        """Random numbers for the gradients of a GEMM, by its number, in this pass. Ranks with the same data have the
+        same, since gradients that they all compute must not differ."""
+        key = hashlib.blake2b(repr((self._pass, self.world.data_rank, gemm)).encode(), digest_size=8).digest()
+        return torch.Generator(self.device).manual_seed(int.from_bytes(key, "big"))
+
+    def begin_pass(self, *number: int) -> None:
+        self._pass = number
 
     def add_weight(
         self, module: nn.Module, name: str, quantizers: Quantizers, out_features: int, in_features: int

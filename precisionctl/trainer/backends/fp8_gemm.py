@@ -16,7 +16,7 @@ Under delayed scaling a cast uses the scale from earlier steps and records the t
 `grad_input`, which no GEMM here uses; their state is only kept. Other scalings have no state.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -25,8 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from precisionctl.codes import block_scaling, numerics
-from precisionctl.codes.elements import FP8
+from precisionctl.codes import block_scaling, numerics, nvfp4_scaling
+from precisionctl.codes.elements import E2M1, E4M3, FP8
+from precisionctl.codes.group_scales import NVFP4_GROUP
 from precisionctl.codes.numerics import BLOCK, MX_BLOCK
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError
@@ -38,7 +39,7 @@ from precisionctl.trainer.backends.scaling_buffers import Slot
 class Operand(NamedTuple):
     """One side of a GEMM: FP8 codes `[rows, K]`, where the product sums over K, and their FP32 scale_inv: `[]` for all,
     `[rows, 1]` for each row, or `[rows, groups]` for equal groups of elements in a row, the last of which may be padded
-    with zeros."""
+    with zeros. Those of NVFP4 are E4M3 codes of E2M1's numbers."""
 
     codes: Tensor
     scale_inv: Tensor
@@ -153,39 +154,74 @@ def _with_one_scale(codes: Tensor, scale: Tensor) -> Quantized:
     return Quantized(rows, rows.transposed())
 
 
+BlockCast = Callable[[Tensor, tuple[int, int]], tuple[Tensor, Tensor]]
+"""The cast of values in blocks of such a size: codes, padded to whole blocks, and the FP32 scale_inv of each block."""
+
+
 @dataclass(frozen=True)
 class GroupQuantizer:
-    """Casts groups of `size` elements, each with the scale `scale_of` its amax: along the rows and, from the same
-    values, along the columns."""
+    """Casts groups of `size` elements: along the rows and, from the same values, along the columns."""
 
-    dtype: torch.dtype
     size: int
-    scale_of: block_scaling.ScaleOf
+    cast: BlockCast
 
     def quantize(self, values: Tensor) -> Quantized:
-        return Quantized(self._along_rows(values), self._along_rows(values.t()))
-
-    def _along_rows(self, values: Tensor) -> Operand:
-        return Operand(*block_scaling.quantize(values, (1, self.size), self.scale_of, self.dtype))
+        along_rows, along_columns = (self.cast(each, (1, self.size)) for each in (values, values.t()))
+        return Quantized(Operand(*along_rows), Operand(*along_columns))
 
 
 @dataclass(frozen=True)
 class SquareQuantizer:
-    """Casts squares of `size` x `size` elements, each with the scale `scale_of` its amax."""
+    """Casts squares of `size` x `size` elements."""
 
-    dtype: torch.dtype
     size: int
-    scale_of: block_scaling.ScaleOf
+    cast: BlockCast
 
     def quantize(self, values: Tensor) -> Quantized:
         rows, columns = values.shape
-        codes, grid = block_scaling.quantize(values, (self.size, self.size), self.scale_of, self.dtype)
+        codes, grid = self.cast(values, (self.size, self.size))
         by_row, by_column = (scale_inv.repeat_interleave(self.size, 0) for scale_inv in (grid, grid.t()))
         return Quantized(Operand(codes[:rows], by_row[:rows]), Operand(codes.t()[:columns], by_column[:columns]))
 
 
+Seeded = Callable[[], torch.Generator]
+"""A generator of random numbers that depend on the pass and the GEMM alone."""
+
+
+@dataclass(frozen=True)
+class HadamardQuantizer:
+    """Casts to NVFP4 along the rows and, for the gradient of the weight, the transformed values along the columns. With
+    `generator` numbers are rounded at random."""
+
+    generator: Seeded | None = None
+
+    def quantize(self, values: Tensor) -> Quantized:
+        cast = partial(_nvfp4, generator=self.generator() if self.generator else None)
+        along_rows, along_columns = (
+            cast(each, (1, NVFP4_GROUP)) for each in (values, nvfp4_scaling.transformed(values.t()))
+        )
+        return Quantized(Operand(*along_rows), Operand(*along_columns))
+
+
+def _nvfp4(values: Tensor, block: tuple[int, int], generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    """The BlockCast to NVFP4. One FP32 number stands in for both scales of a block: its product with the sums of a
+    block differs from theirs by less than the order of summation does."""
+    codes, scale_inv, amax = nvfp4_scaling.quantize(values, block, generator)
+    return codes, scale_inv.float() * (amax / (E2M1.largest * E4M3.largest))
+
+
 Quantizers = Mapping[Role, Quantizer]
 """The quantizers of a GEMM by role; empty if it stays in BF16."""
+
+
+def nvfp4_quantizers(generator: Seeded) -> Quantizers:
+    """The quantizers for NVFP4: gradients are rounded with random numbers of `generator` (TE's NVFP4BlockScaling,
+    common/recipe/__init__.py)."""
+    return {
+        "input": HadamardQuantizer(),
+        "weight": SquareQuantizer(NVFP4_GROUP, _nvfp4),
+        "grad_output": HadamardQuantizer(generator),
+    }
 
 
 def stateless_quantizers(precision: Precision, dtype: torch.dtype) -> Quantizers:
@@ -196,7 +232,8 @@ def stateless_quantizers(precision: Precision, dtype: torch.dtype) -> Quantizers
         if precision.scaling == "current":
             quantizers[role] = CurrentQuantizer(codes)
         elif precision.scaling == "mxfp8":
-            quantizers[role] = GroupQuantizer(codes, MX_BLOCK, partial(numerics.mx_scale, dtype=codes))
+            scale_of = partial(numerics.mx_scale, dtype=codes)
+            quantizers[role] = GroupQuantizer(MX_BLOCK, partial(block_scaling.quantize, scale_of=scale_of, dtype=codes))
         else:
             scale_of = partial(
                 numerics.block_scale,
@@ -205,7 +242,7 @@ def stateless_quantizers(precision: Precision, dtype: torch.dtype) -> Quantizers
                 largest=torch.finfo(dtype).max,
             )
             in_blocks = SquareQuantizer if role == "weight" else GroupQuantizer
-            quantizers[role] = in_blocks(codes, BLOCK, scale_of)
+            quantizers[role] = in_blocks(BLOCK, partial(block_scaling.quantize, scale_of=scale_of, dtype=codes))
     return quantizers
 
 

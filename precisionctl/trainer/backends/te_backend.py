@@ -14,6 +14,7 @@ from transformer_engine.common.recipe import (
     Float8CurrentScaling,
     Format,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
     QParams,
     Recipe,
 )
@@ -45,14 +46,17 @@ def fp8_problem() -> str | None:
 
 
 def recipe_problem(precision: Precision) -> str | None:
-    """Why this machine cannot compute with an FP8 scaling; None if it can. 128-blocks need Hopper and CUDA 12.9, MXFP8
-    needs compute capability 10.x (quantization.py, _compute_fp8_block_scaling_support, _compute_mxfp8_support)."""
+    """Why this machine cannot compute with a scaling; None if it can. 128-blocks need Hopper and CUDA 12.9, MXFP8
+    compute capability 10.x, NVFP4 10.0 or higher (quantization.py, _compute_fp8_block_scaling_support,
+    _compute_mxfp8_support, _compute_nvfp4_support)."""
     if precision.scaling == "block":
         available, reason = te.is_fp8_block_scaling_available(return_reason=True)
         if available and precision.block.use_f32_scales and torch.cuda.get_device_capability() >= (10, 0):
             return "Blackwell computes 128-blocks as MXFP8, whose scales are powers of two: use_f32_scales = false"
     elif precision.scaling == "mxfp8":
         available, reason = te.is_mxfp8_available(return_reason=True)
+    elif precision.scaling == "nvfp4":
+        available, reason = te.is_nvfp4_available(return_reason=True)
     else:
         return fp8_problem()
     return None if available else reason
@@ -147,8 +151,9 @@ class TransformerEngineBackend:
         module.adds_bias = apart and self.world.tensor.rank == 0
         module.number_from(here.start, len(here))
         module.shape = (len(here),)
-        module.padding = te.Fp8Padding(len(here), self.precision.alignment)
-        module.unpadding = te.Fp8Unpadding(len(here), self.precision.alignment)
+        # For NVFP4 as by TE itself (quantization.py, get_align_size_for_quantization), for its grouped kernels
+        rows = 128 if self.precision.scaling == "nvfp4" else self.precision.alignment
+        module.padding, module.unpadding = te.Fp8Padding(len(here), rows), te.Fp8Unpadding(len(here), rows)
         return self._adopt(module, name, None, in_features, out_features)
 
     def attention(self, model: ModelShape, scale: float) -> nn.Module | None:
@@ -235,6 +240,9 @@ class TransformerEngineBackend:
             with te.autocast(enabled=self.precision.fp8, recipe=self.recipe), torch.set_grad_enabled(grad):
                 yield
 
+    def begin_pass(self, *number: int) -> None:
+        """TE draws from PyTorch's generator (csrc/quantizer.cpp)."""
+
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
         with self._autocast():
@@ -272,16 +280,23 @@ class TransformerEngineBackend:
 
 
 def _recipe(precision: Precision) -> Recipe:
+    """TE's recipe. What a class reads from the environment, once, as its defaults, is set on the object."""
     ours = precision.delayed
     if precision.scaling == "current":
         return Float8CurrentScaling(fp8_format=Format[ours.fp8_format])
     if precision.scaling == "mxfp8":
         return MXFP8BlockScaling(fp8_format=Format[precision.block.fp8_format])
+    if precision.scaling == "nvfp4":
+        fours = NVFP4BlockScaling()
+        fours.fp4_quant_fwd_inp = QParams(random_hadamard_transform=True)
+        fours.fp4_quant_fwd_weight = QParams(fp4_2d_quantization=True)
+        fours.fp4_quant_bwd_grad = QParams(random_hadamard_transform=True, stochastic_rounding=True)
+        fours.row_scaled_activation, fours.nvfp4_4over6 = False, "none"
+        return fours
     if precision.scaling == "block":
         made = Float8BlockScaling(fp8_format=Format[precision.block.fp8_format])
         scales = QParams(power_2_scale=not precision.block.use_f32_scales, amax_epsilon=0.0)
         made.use_f32_scales = precision.block.use_f32_scales
-        # Set on the object: as defaults the class reads these from the environment, once
         made.fp8_quant_fwd_inp = made.fp8_quant_fwd_weight = made.fp8_quant_bwd_grad = scales
         return made
     return DelayedScaling(

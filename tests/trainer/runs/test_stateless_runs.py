@@ -20,7 +20,12 @@ from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.measure.metrics import FILE, read_metrics
 from precisionctl.trainer.model.gpt import GPT
 
-STATELESS = ["current", "block", "mxfp8"]
+STATELESS = ["current", "block", "mxfp8", "nvfp4"]
+
+
+def precision_of(scaling: str) -> str:
+    """What the command line has to say of it."""
+    return "nvfp4" if scaling == "nvfp4" else "fp8"
 
 
 @pytest.fixture(scope="module")
@@ -29,20 +34,20 @@ def delayed(place: Path) -> Path:
     return finished.checkpoint
 
 
-@pytest.mark.parametrize("scaling", few(STATELESS, "mxfp8"))
+@pytest.mark.parametrize("scaling", few(STATELESS, "mxfp8", "nvfp4"))
 def test_a_run_in_two_parts_is_the_run_in_one_and_saves_no_state(place: Path, tmp_path: Path, scaling: str) -> None:
     whole = settings(
         place / "source",
         place / "text.txt",
         tmp_path / "whole",
-        "fp8",
+        precision_of(scaling),
         precision__scaling=scaling,
         train__steps=4,
         schedule__kind="constant",
     )
     started, finished, _ = run(whole)
     assert started.fp8 == {}
-    assert run_report.precision(started.plan) == f"FP8, {NAMES[scaling]} scaling"
+    assert run_report.precision(started.plan) == ("NVFP4" if scaling == "nvfp4" else f"FP8, {NAMES[scaling]} scaling")
     parts = replace(whole, out=tmp_path / "parts")
     run(replace(parts, overrides=(*parts.overrides, "train.steps=2")))
     run(parts)
