@@ -188,7 +188,7 @@ class LaunchSource:
 
     @cached_property
     def stateless(self) -> Precision | None:
-        """The precision of the run that wrote the checkpoint, if that is under a recipe without state (current, block or
+        """The precision of the run that wrote the checkpoint, if that is of a recipe without state (current, block or
         MXFP8 scaling, or NVFP4), as run.json or Megatron's arguments say; None otherwise."""
         run = precision_of_run(self.reader)
         return run.precision if run and not run.precision.keeps_state else None
