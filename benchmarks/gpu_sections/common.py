@@ -28,7 +28,7 @@ Row = dict[str, Any]
 Report = Callable[[Row], None]
 
 SETTINGS = Optimizer(lr=1e-4)
-RECIPES = ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8")
+RECIPES = ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8", "nvfp4")
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def shapes(place: Place) -> tuple[Shape, ...]:
 
 
 def recipes(place: Place, report: Report) -> tuple[str, ...]:
-    """Those of RECIPES that this machine computes; what it refuses is told with the reason, as Hopper does MXFP8."""
+    """Those of RECIPES that this machine computes; what it refuses is told with the reason, as Hopper does MXFP8 and NVFP4."""
     found = []
     for preset in RECIPES:
         try:

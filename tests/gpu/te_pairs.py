@@ -31,7 +31,7 @@ RECIPES = {
 
 
 def refused(precision: Precision) -> list[pytest.MarkDecorator]:
-    """Marks of a test that this GPU cannot run: MXFP8 wants Blackwell."""
+    """Marks of a test that this GPU cannot run: MXFP8 and NVFP4 want Blackwell."""
     try:
         choose_backend("te", precision)
     except EnvironmentProblem as problem:
@@ -43,6 +43,17 @@ EVERY_PRESET = [pytest.param(name, marks=refused(precision)) for name, precision
 FP8_SQNR, BF16_SQNR = 45.0, 45.0
 """Decibels. Rounding to BF16 alone leaves 56 dB and more. Hopper's tensor cores keep about 14 bits of a forward
 FP8 sum (backward ones are promoted to FP32), and norms may round a few inputs to the neighbouring code."""
+
+
+RANDOM_SQNR = 8.0
+"""Decibels, of gradients in NVFP4: both round theirs at random, each to 11 dB or more of its sums."""
+
+
+def least_sqnr(preset: str, of_product: str) -> float:
+    """How near to each other Transformer Engine's result and the emulated one have to be, in decibels."""
+    if preset == "nvfp4" and of_product.startswith(("values", "weight")):
+        return RANDOM_SQNR
+    return BF16_SQNR if preset == "bf16" else FP8_SQNR
 
 
 def make(name: BackendName, precision: Precision, kind: str) -> tuple[Backend, Any]:

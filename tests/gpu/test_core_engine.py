@@ -27,6 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "current": {"precision": "fp8", "precision__scaling": "current"},
     "block": {"precision": "fp8", "precision__scaling": "block"},
     "MXFP8": {"precision": "fp8", "precision__scaling": "mxfp8"},
+    "NVFP4": {"precision": "nvfp4", "precision__scaling": "nvfp4"},
 }
 
 
@@ -43,7 +44,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=refused(PRESETS["mxfp8"]) if name == "MXFP8" else ()) for name in CASES]
+    "case",
+    [pytest.param(name, marks=refused(PRESETS[name.lower()]) if name in ("MXFP8", "NVFP4") else ()) for name in CASES],
 )
 def test_megatron_core_on_te_trains_as_the_bundled_trainer_on_te(case: str, place: Path, tmp_path: Path) -> None:
     if importlib.util.find_spec("megatron") is None:

@@ -32,7 +32,8 @@ def test_both_gpts_compute_the_same_loss_and_gradients(preset: str) -> None:
         other = ours.get_parameter(name)
         assert one.grad is not None
         assert other.grad is not None
-        assert sqnr(one.grad, other.grad) > 15, name  # a code that rounds the other way goes through every later layer
+        # A code that rounds the other way goes through every later layer, and NVFP4's gradients do so at random
+        assert sqnr(one.grad, other.grad) > (3 if preset == "nvfp4" else 15), name
 
 
 @pytest.mark.parametrize("preset", ["bf16", "fp8-delayed"])
@@ -97,9 +98,12 @@ def test_layers_that_are_computed_again_give_the_same_gradients_and_record_once(
     again.load_state_dict(kept.state_dict())
     for _ in range(2):
         tokens = torch.randint(500, (2, 128), device="cuda")
+        made = []
         for model in (kept, again):
             model.zero_grad()
-        assert train_step(kept, tokens) == train_step(again, tokens)
+            torch.manual_seed(2)  # NVFP4 draws random numbers
+            made.append(train_step(model, tokens))
+        assert made[0] == made[1]
     for name, parameter in kept.named_parameters():
         assert torch.equal(parameter.grad, again.get_parameter(name).grad), name
     for name, linear in fp8_linears(kept).items():

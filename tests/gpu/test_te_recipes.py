@@ -11,7 +11,7 @@ from precisionctl.errors import EnvironmentProblem
 from precisionctl.precision import PRESETS, BlockScaling, Precision
 from precisionctl.trainer.backends.choose import choose_backend, make_backend
 
-BLOCK, MXFP8 = PRESETS["fp8-block"], PRESETS["mxfp8"]
+BLOCK, MXFP8, NVFP4 = PRESETS["fp8-block"], PRESETS["mxfp8"], PRESETS["nvfp4"]
 FP32_SCALES = replace(BLOCK, block=BlockScaling(use_f32_scales=True))
 HYBRID = BlockScaling(fp8_format="HYBRID")
 
@@ -54,11 +54,27 @@ def test_quantizers_are_what_the_emulation_computes(precision: Precision, kind: 
         assert not any(each.with_2d_quantization for each in made.values())
 
 
+def test_nvfp4_s_quantizers_are_what_the_emulation_computes() -> None:
+    made = quantizers(NVFP4)
+    assert {type(each).__name__ for each in made.values()} == {"NVFP4Quantizer"}
+    assert all(each.rowwise_usage and each.columnwise_usage for each in made.values())
+    kinds = ("with_rht", "with_post_rht_amax", "with_2d_quantization", "stochastic_rounding")
+    assert {role: tuple(getattr(each, kind) for kind in kinds) for role, each in made.items()} == {
+        "input": (True, True, False, False),
+        "weight": (False, False, True, False),
+        "grad_output": (True, True, False, True),
+    }
+    for each in made.values():
+        assert not getattr(each, "row_scaled_nvfp4", False) and not getattr(each, "nvfp4_use_4over6", False)
+        assert each.rht_matrix_random_sign_mask_t == sum(1 << i for i in (3, 5, 6, 7, 8, 9, 10, 12, 14, 15))
+
+
 @pytest.mark.parametrize(
     ("precision", "available", "capability", "reason"),
     [
         (BLOCK, ("is_fp8_block_scaling_available", (False, "CUDA >= 12.9.")), (9, 0), "CUDA >= 12.9"),
         (MXFP8, ("is_mxfp8_available", (False, "capability 10.0 or higher")), (9, 0), "capability 10.0"),
+        (NVFP4, ("is_nvfp4_available", (False, "capability 10.0 or higher")), (9, 0), "capability 10.0"),
         (FP32_SCALES, ("is_fp8_block_scaling_available", (True, "")), (10, 0), "Blackwell .* use_f32_scales = false"),
     ],
 )

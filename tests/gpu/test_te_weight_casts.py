@@ -15,7 +15,9 @@ from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.model.gpt import GPT
 
 PASSES = 3
-STATELESS = [pytest.param(name, marks=refused(PRESETS[name])) for name in ("fp8-current", "fp8-block", "mxfp8")]
+STATELESS = [
+    pytest.param(name, marks=refused(PRESETS[name])) for name in ("fp8-current", "fp8-block", "mxfp8", "nvfp4")
+]
 
 
 @pytest.fixture

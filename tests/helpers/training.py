@@ -35,7 +35,7 @@ SMALL = {
     "precision.delayed.amax_history_len": 4,
 }
 
-PLAIN_RECIPES = ("bf16", "fp8-block", "fp8-current", "fp8-delayed", "mxfp8", "sft-bf16", "sft-fp8")
+PLAIN_RECIPES = ("bf16", "fp8-block", "fp8-current", "fp8-delayed", "mxfp8", "nvfp4", "sft-bf16", "sft-fp8")
 """Those that name no model."""
 
 

@@ -19,6 +19,7 @@ ATTENTION = "pytorch/attention/dot_product_attention/dot_product_attention.py"
 CALLED = {
     "te.is_fp8_available": ("pytorch/quantization.py", "is_fp8_available"),
     "te.is_mxfp8_available": ("pytorch/quantization.py", "is_mxfp8_available"),
+    "te.is_nvfp4_available": ("pytorch/quantization.py", "is_nvfp4_available"),
     "te.is_fp8_block_scaling_available": ("pytorch/quantization.py", "is_fp8_block_scaling_available"),
     "te.make_graphed_callables": ("pytorch/graph.py", "make_graphed_callables"),
     "te.checkpoint": ("pytorch/distributed.py", "checkpoint"),
@@ -38,6 +39,7 @@ CALLED = {
     "Float8CurrentScaling": ("common/recipe/__init__.py", "Float8CurrentScaling"),
     "Float8BlockScaling": ("common/recipe/__init__.py", "Float8BlockScaling"),
     "MXFP8BlockScaling": ("common/recipe/__init__.py", "MXFP8BlockScaling"),
+    "NVFP4BlockScaling": ("common/recipe/__init__.py", "NVFP4BlockScaling"),
     "QParams": ("common/recipe/__init__.py", "QParams"),
     "module.init_fp8_meta_tensors": ("pytorch/module/base.py", "TransformerEngineBaseModule.init_fp8_meta_tensors"),
     "super().forward": ("pytorch/module/layernorm_linear.py", "LayerNormLinear.forward"),

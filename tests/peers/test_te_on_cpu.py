@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import te_core
-from repository import HELPERS, ROOT, TESTS
+import torch
+from repository import GOLDEN, HELPERS, ROOT, TESTS
+from safetensors.torch import load_file
 
 WHEELS = ("transformer_engine==2.20.2", "einops", "pydantic")
 
@@ -61,8 +63,19 @@ def test_the_benchmark_s_sections_run_on_te_s_own_python(site: Path) -> None:
     assert replayed["different"] == 0
     assert replayed["equal"] > 100
     refused = [row for row in rows if "refused" in row]
-    assert [row["recipe"] for row in refused] == ["mxfp8"] * 4, "as on Hopper; of curves there is one recipe"
+    assert [row["recipe"] for row in refused] == ["mxfp8", "nvfp4"] * 4, "as on Hopper; of curves there is one recipe"
     assert all("capability 10.0" in row["refused"] for row in refused)
+
+
+def test_the_golden_file_of_nvfp4_is_what_te_s_reference_makes(site: Path, tmp_path: Path) -> None:
+    run(site, str(GOLDEN / "nvfp4.py"), str(tmp_path / "made"))
+    made, golden = (load_file(file) for file in (tmp_path / "made", GOLDEN / "nvfp4.safetensors"))
+    assert made.keys() == golden.keys()
+    for name, values in made.items():
+        if name in ("y", "dgrad", "wgrad"):  # sums in an order that is the machine's
+            torch.testing.assert_close(values, golden[name], rtol=2**-16, atol=2**-16)
+        else:
+            assert torch.equal(values.view(torch.uint8), golden[name].view(torch.uint8)), name
 
 
 @pytest.fixture(scope="module")

@@ -366,6 +366,36 @@ def test_a_run_of_ours_brings_a_recipe_without_state(
     assert "cfg.mixed_precision.num_layers_at_end_in_bf16 = 1" in lines
 
 
+@pytest.mark.filterwarnings("ignore:full scope is deprecated")  # megatron-core's own, of its own default
+def test_a_run_of_ours_in_nvfp4_brings_the_flags_of_fp4(place: Path, tmp_path: Path) -> None:
+    """Which Megatron has since core 0.15. The values are those that megatron-core's own config takes."""
+    changes: dict[str, Any] = {"train__steps": 1, "precision__num_layers_at_end_in_bf16": 1}
+    run(settings(place / "source", place / "text", tmp_path / "run", "nvfp4", **changes))
+    found = launch(tmp_path / "run", "megatron-lm")
+    assert not any(word.startswith("--fp8") for word in flags_of(found)) and not found.environment
+    for version in [*FLAGS][1:]:
+        read = parse(version, flags_of(found))
+        assert (read.bf16, read.fp4, read.fp4_recipe, read.first_last_layers_bf16) == (True, "e2m1", "nvfp4", True)
+        assert (read.num_layers_at_start_in_bf16, read.num_layers_at_end_in_bf16) == (0, 1)
+        taken = ("fp4", "fp4_recipe", "first_last_layers_bf16", "num_layers_at_start_in_bf16")
+        config = TransformerConfig(
+            num_layers=2, hidden_size=64, num_attention_heads=4, **{name: getattr(read, name) for name in taken}
+        )
+        assert (config.fp4, config.fp4_recipe) == ("e2m1", "nvfp4")
+    assert "--fp4-format" not in FLAGS[[*FLAGS][0]]
+    lines = launch(tmp_path / "run", "megatron-bridge").config.splitlines()
+    assert "cfg.mixed_precision.fp4 = 'e2m1'" in lines and "cfg.mixed_precision.fp4_param_gather = False" in lines
+
+
+def test_sizes_that_nvfp4_does_not_take_are_refused_as_nvfp4(place: Path, tmp_path: Path) -> None:
+    """48 is no multiple of 32. `resume` kept the module in BF16, and no framework has a flag for that."""
+    save(tmp_path / "source", "llama-2", intermediate_size=48)
+    execute(plan_command(Request(tmp_path / "source", tmp_path / "megatron", "megatron")))
+    change_args(tmp_path / "megatron" / "release", fp4="e2m1", fp4_recipe="nvfp4")
+    with pytest.raises(PrecisionError, match=r"Megatron-LM cannot go on in NVFP4.*NVFP4 GEMMs need multiples of 32"):
+        launch(tmp_path / "megatron", "megatron-lm")
+
+
 def kept_in_bf16(folder: Path, *kept: str, **sizes: int) -> dict[str, Path]:
     """A checkpoint for each framework, of a model that keeps these modules in BF16 and has FP8 state of the others."""
     save(folder / "source", "llama-2", **sizes)

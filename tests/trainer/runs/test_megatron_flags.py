@@ -12,11 +12,13 @@ from precisionctl.cli import main
 from precisionctl.errors import RecipeError
 from precisionctl.fp8.state import DelayedScaling
 from precisionctl.megatron_flags import FIRST_LAST, FLAGS, as_overrides
-from precisionctl.precision import BlockScaling, Precision
+from precisionctl.precision import PRESETS, BlockScaling, Precision
 from precisionctl.recipe import load_recipe
 from precisionctl.trainer import resume as trainer
 
 NOT_TAKEN = {
+    "fp4_param": "weights are kept in high precision",
+    "fp4_quantizer_factory": "code of the user's",
     "fp8_param": "weights are kept in high precision",
     "fp8_quantizer_factory": "code of the user's",
     "fp8_interval": "has had no effect since TE 1.8",
@@ -62,10 +64,10 @@ def test_each_flag_is_megatron_s_and_has_its_words(theirs: dict[str, ast.AnnAssi
         assert flag.words or annotation == "int", flag.name
 
 
-def test_no_flag_of_fp8_is_left_without_a_word(theirs: dict[str, ast.AnnAssign]) -> None:
+def test_no_flag_of_fp8_or_fp4_is_left_without_a_word(theirs: dict[str, ast.AnnAssign]) -> None:
     ours = {flag.name for flag in (*FLAGS, FIRST_LAST)}
     others = {name_of(field) for flag, field in theirs.items() if flag not in ours}
-    assert {name for name in others if "fp8" in name or "in_bf16" in name} == set(NOT_TAKEN)
+    assert {name for name in others if "fp8" in name or "fp4" in name or "in_bf16" in name} == set(NOT_TAKEN)
 
 
 def test_a_recipe_s_word_means_the_class_that_megatron_takes_for_it() -> None:
@@ -79,6 +81,8 @@ def test_a_recipe_s_word_means_the_class_that_megatron_takes_for_it() -> None:
     }
     (recipe,) = (flag for flag in FLAGS if flag.name == "--fp8-recipe")
     assert {word: ours[scaling] for word, scaling in recipe.words.items()}.items() <= taken.items()
+    of_fp4 = source("core/fp4_utils.py")
+    assert re.search(r"fp4_recipe == Fp4Recipe\.nvfp4:[^:]*:\s+fp4_recipe = [\w.]+\.NVFP4BlockScaling\(", of_fp4)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +100,8 @@ def test_a_recipe_s_word_means_the_class_that_megatron_takes_for_it() -> None:
             False,
             Precision(fp8=True, scaling="block", block=BlockScaling(fp8_format="HYBRID")),
         ),
+        ({"--fp4-format": "e2m1"}, False, PRESETS["nvfp4"]),
+        ({"--fp4-format": "e2m1", "--fp4-recipe": "nvfp4"}, False, PRESETS["nvfp4"]),
         (
             {"--fp8-recipe": "mxfp8", "--num-layers-at-end-in-bf16": 2},
             True,

@@ -1,6 +1,7 @@
 """A run goes on in the FP8 precision of the run before it, unless a recipe is named."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from precisionctl.errors import RecipeError
 from precisionctl.fp8.state import DelayedScaling
 from precisionctl.launch.base import LaunchSource
 from precisionctl.megatron_flags import keys_of
-from precisionctl.precision import BlockScaling, Precision
+from precisionctl.precision import PRESETS, BlockScaling, Precision
 from precisionctl.reports.inspect import describe, tables
 from precisionctl.trainer.resume import Settings, Started
 from precisionctl.trainer.run_plan import dry_run
@@ -151,7 +152,12 @@ ENDS = {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1}
             {"fp8": "hybrid", "fp8_recipe": "blockwise", "first_last_layers_bf16": False},
             Precision(fp8=True, scaling="block", block=BlockScaling("HYBRID")),
         ),
-        ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, Precision(fp8=True, scaling="mxfp8")),
+        ({"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp4": None, "fp4_recipe": "nvfp4"}, PRESETS["mxfp8"]),
+        ({"fp4": "e2m1", "fp4_recipe": "nvfp4", "fp8": None, "fp8_recipe": "delayed"}, PRESETS["nvfp4"]),
+        (
+            {"fp4": "e2m1", "fp4_recipe": "nvfp4", "first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 1},
+            replace(PRESETS["nvfp4"], num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=1),
+        ),
         (
             {"fp8": "hybrid", "fp8_recipe": "delayed"},
             Precision(fp8=True, delayed=DelayedScaling(amax_history_len=1, amax_compute_algo="most_recent")),
@@ -175,6 +181,7 @@ def test_megatron_s_arguments_mean_what_its_flags_do(
     "given",
     [{"fp8": None, "fp8_recipe": "tensorwise"}, {"fp8_recipe": "delayed"}, {"fp8": "hybrid", "fp8_recipe": "custom"}]
     + [{"fp8": "hybrid", "fp8_recipe": ["tensorwise"]}, {"fp8": b"hybrid"}]
+    + [{"fp4": None, "fp4_recipe": "nvfp4"}, {"fp4": "e2m1", "fp4_recipe": "custom"}, {"fp4": "e3m0"}]
     + [{"fp8": "hybrid", "fp8_margin": 10**5000}, {"fp8": "hybrid", "fp8_margin": "0"}],
 )
 def test_arguments_of_a_run_in_bf16_or_of_another_kind_mean_none(given: dict[str, Any]) -> None:
