@@ -1,4 +1,4 @@
-"""Which FP8 recipes this machine runs, and which of a checkpoint's FP8 payloads Transformer Engine will load."""
+"""Which recipes of FP8 and NVFP4 this machine runs, and which of a checkpoint's FP8 payloads Transformer Engine will load."""
 
 from __future__ import annotations
 
@@ -42,6 +42,11 @@ VARIABLES = (
     Variable("NVTE_BACKWARD_OVERRIDE", "high_precision or dequantized: what the backward pass takes in place of codes"),
     Variable("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "1: scales of current scaling are powers of two"),
     Variable("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1: scales of block scaling are no powers of two"),
+    Variable("NVTE_NVFP4_DISABLE_RHT", "1: NVFP4 without the Hadamard transform"),
+    Variable("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "1: NVFP4 rounds gradients to nearest"),
+    Variable("NVTE_NVFP4_DISABLE_2D_QUANTIZATION", "1: NVFP4 has a scale for 1 x 16 elements of weights, too"),
+    Variable("NVTE_NVFP4_ROW_SCALED_ACTIVATION", "1: NVFP4 has an FP32 scale for each row of an input"),
+    Variable("NVTE_NVFP4_4OVER6", "NVFP4 has scales that bring an amax to 4 where less is lost by it"),
     Variable("NVTE_DEBUG", "1: extra logging of attention and backends"),
 )
 
@@ -118,8 +123,7 @@ def recipes(capability: Capability | None, cuda: tuple[int, ...]) -> tuple[Recip
     """Which of TE's recipes a device can run with this version of CUDA (transformer_engine/pytorch/quantization.py,
     `_compute_*_support`, of 2.20)."""
     if capability is None:
-        emulated = dict.fromkeys(RECIPES[:4], "; `resume --backend emulated` runs it")
-        return tuple(RecipeSupport(name, f"no CUDA device{emulated.get(name, '')}") for name in RECIPES)
+        return tuple(RecipeSupport(name, "no CUDA device; `resume --backend emulated` runs it") for name in RECIPES)
     per_tensor = block = mx = nvfp4 = None
     if capability < (8, 9):
         per_tensor = "compute capability 8.9 or higher is needed"

@@ -127,8 +127,9 @@ _UNUSED: Mapping[str, tuple[str, ...]] = {
 
 def stateless_words(precision: "Precision") -> Mapping[str, object]:
     """The arguments for a scaling without state, under the names that Megatron, Bridge and NeMo share."""
-    words: dict[str, object] = {"fp4": "e2m1", "fp4_recipe": _theirs("--fp4-recipe", precision.scaling)}
-    if precision.codes == "FP8":
+    if precision.codes == "NVFP4":
+        words: dict[str, object] = {flag.argument: _theirs(flag.name, precision.scaling) for flag in _OF_FP4}
+    else:
         words = {
             "fp8": _theirs("--fp8-format", precision.fp8_format),
             "fp8_recipe": _theirs("--fp8-recipe", precision.scaling),

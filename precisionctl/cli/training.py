@@ -32,13 +32,13 @@ backend_option = click.option(
     type=Choice(["auto", "te", "emulated"]),
     default="auto",
     show_default=True,
-    help="te: Transformer Engine; emulated: FP8 emulated in PyTorch; auto: te if it can run.",
+    help="te: Transformer Engine; emulated: FP8 and NVFP4 emulated in PyTorch; auto: te if it can run.",
 )
 
 
 @click.command(
     cls=Command,
-    short_help="Continue training, in BF16 or FP8, pretraining or SFT.",
+    short_help="Continue training, in BF16, FP8 or NVFP4, pretraining or SFT.",
     examples=[
         "resume llama --precision fp8 --data text/ --out llama-fp8",
         "resume llama --precision fp8 --recipe llama-3-8b-cpt --set train.steps=2000 --dry-run",
@@ -76,7 +76,7 @@ backend_option = click.option(
 @click.option(
     "--recipe",
     type=RecipeName(),
-    help="A bundled name or a TOML file. Default: bf16, or fp8-delayed with the FP8 settings of the run before.",
+    help="A bundled name or a TOML file. Default: bf16; fp8-delayed or nvfp4 with the settings of the run before.",
 )
 @set_option
 @click.option(
@@ -119,7 +119,7 @@ def resume(
     engine: str,
     **what: Any,
 ) -> None:
-    """Continue training CHECKPOINT, in BF16 or FP8, pretraining or SFT.
+    """Continue training CHECKPOINT, in BF16, FP8 or NVFP4, pretraining or SFT.
 
     The same command continues a run that was stopped. FP8 starts from --fp8-state, else from the state in CHECKPOINT,
     else from warm-up passes. Megatron's own FP8 flags, such as --fp8-recipe blockwise, are accepted too.

@@ -29,34 +29,32 @@ def quantize(
     """
     high, wide = block
     missing = (0, -values.shape[1] % wide, 0, -values.shape[0] % high)
-    filled = torch.nn.functional.pad(values.detach(), missing).float()
+    filled = torch.nn.functional.pad(values.detach(), missing)
     rows, columns = filled.shape
-    blocks = filled.view(rows // high, high, columns // wide, wide)
-    largest = filled.new_tensor(E2M1.largest)
-    if not filled.numel():
-        amax, amaxes = filled.new_zeros(()), filled.new_zeros(blocks.shape[0], blocks.shape[2])
-    else:
-        amaxes = blocks.abs().amax((1, 3))
-        amax = amaxes.amax()
+    blocks = filled.reshape(rows // high, high, columns // wide, wide)
+    amaxes = blocks.abs().amax((1, 3)).float()
+    amax = amaxes.amax() if amaxes.numel() else amaxes.new_zeros(())
     to_all = quotient(E2M1.largest * E4M3.largest, amax).clamp(max=_FP32_MAX)
     to_all = torch.where(to_all == 0, 1.0, to_all)  # of an infinite amax
-    scale_inv = (amaxes * (to_all * largest.reciprocal())).clamp(max=E4M3.largest).to(torch.float8_e4m3fn)
+    sixth = amax.new_tensor(E2M1.largest).reciprocal()
+    scale_inv = (amaxes * (to_all * sixth)).clamp(max=E4M3.largest).to(torch.float8_e4m3fn)
     scale = (scale_inv.float() * to_all.reciprocal()).reciprocal().clamp(max=_FP32_MAX)
     scaled = (blocks * scale[:, None, :, None]).clamp_(-E2M1.largest, E2M1.largest).view(rows, columns)
-    return _rounded(scaled, generator).to(torch.float8_e4m3fn), scale_inv, amax
+    return _round(scaled, generator).to(torch.float8_e4m3fn), scale_inv, amax
 
 
-def _rounded(scaled: Tensor, generator: torch.Generator | None) -> Tensor:
-    """FP32 values from -6 to 6 as numbers of E2M1, whose steps are 0.5 up to 2, 1 up to 4, and then 2."""
+def _round(scaled: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Round FP32 values from -6 to 6, in place, to numbers of E2M1, whose steps are 0.5 up to 2, 1 up to 4, then 2."""
     magnitude = scaled.abs()
+    wider, widest = magnitude >= 2, magnitude >= 4
     # Not by `torch.where`, which takes longer than all else where its condition is nearly random
-    step = (magnitude >= 2).float().add_(magnitude >= 4, alpha=2).add_(1).mul_(0.5)
-    steps = magnitude / step
+    step = magnitude.copy_(wider).add_(widest, alpha=2).add_(1).mul_(0.5)
+    scaled.div_(step)
     if generator is None:
-        steps = steps.round()  # half to even: a number of steps is even where its code is
+        scaled.round_()  # half to even: a number of steps is even where its code is
     else:
-        steps = (steps + torch.rand(steps.shape, generator=generator, device=steps.device)).floor_()
-    return torch.copysign(steps * step, scaled)
+        scaled.add_(torch.rand(scaled.shape, generator=generator, device=scaled.device)).floor_()
+    return scaled.mul_(step)
 
 
 def transformed(values: Tensor) -> Tensor:

@@ -149,9 +149,11 @@ def _master_notes(source: Source) -> Iterator[str]:
 def _stateless_notes(recipe: Precision | None) -> Iterator[str]:
     """That a recipe without state leaves nothing in a checkpoint for training."""
     if recipe and not recipe.keeps_state:
+        codes = recipe.codes.lower()
         yield (
-            f"{recipe.scaling} scaling keeps no state, so the result is that of --precision bf16: give the "
-            "run the recipe, `resume --precision fp8 --recipe ...` here, --fp8-recipe in Megatron-LM."
+            f"{recipe.scaling} scaling keeps no state, so the result is that of --precision bf16: give the run the "
+            f"recipe, `resume --precision {codes} --recipe ...` here, "
+            f"--{'fp4' if codes == 'nvfp4' else 'fp8'}-recipe in Megatron-LM."
         )
 
 

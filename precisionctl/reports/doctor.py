@@ -5,7 +5,7 @@ from precisionctl.reports.table import Table
 
 
 def machine_tables(machine: Machine) -> list[Table]:
-    """What is installed, which FP8 recipes run, and the environment variables that bear on them."""
+    """What is installed, which recipes run, and the environment variables that bear on them."""
     gpus = [f"{name}, compute capability {major}.{minor}" for name, (major, minor) in machine.devices.items()]
     rows = [
         ("Python", machine.python),
@@ -15,7 +15,7 @@ def machine_tables(machine: Machine) -> list[Table]:
         ("FP8 on Transformer Engine", _yes(machine.transformer_engine)),
     ]
     recipes = [(recipe.name, _yes(recipe.problem)) for recipe in machine.recipes]
-    found = [Table("This machine", ("", ""), rows), Table("FP8 recipes", ("recipe", "runs"), recipes)]
+    found = [Table("This machine", ("", ""), rows), Table("Recipes of FP8 and NVFP4", ("recipe", "runs"), recipes)]
     set_here = [(each.name, machine.variables.get(each.name, "-"), each.meaning) for each in VARIABLES]
     return [*found, Table("Environment", ("variable", "set to", "what it does"), set_here)]
 

@@ -226,10 +226,10 @@ def fp8_linears(model: nn.Module) -> dict[str, Fp8Linear]:
 
 
 def require_alignment(precision: Precision, name: str, what: str, *sizes: int) -> None:
-    """Raise PrecisionError if a size of an FP8 GEMM is not a multiple of what the scaling needs."""
+    """Raise PrecisionError if a size of a GEMM with codes is not a multiple of what the scaling needs."""
     if misfit := precision.misfit(sizes):
         raise PrecisionError(
-            f"an FP8 GEMM cannot take {what} of {' by '.join(map(str, sizes))}: {misfit}",
+            f"an {precision.codes} GEMM cannot take {what} of {' by '.join(map(str, sizes))}: {misfit}",
             where=name,
             do="Choose other sizes, or keep the module in BF16 with `keep_bf16`.",
         )

@@ -104,14 +104,25 @@ class BytesKept:
         tensor = recipe.parallel.tensor
         tokens = tensor if recipe.parallel.sequence else 1
         emulated, fp8 = backend == "emulated", recipe.precision.fp8
-        codes = 0 if not fp8 else 1 if emulated else 2
-        grouped = 0.25 if recipe.precision.scaling in ("block", "mxfp8") else 0.0  # scales
+        nvfp4 = fp8 and recipe.precision.scaling == "nvfp4"  # of which TE has two codes in a byte, the emulation one
+        codes = 0 if not fp8 else 1 if emulated or nvfp4 else 2
+        grouped = 0.25 if recipe.precision.scaling in ("block", "mxfp8", "nvfp4") else 0.0  # scales
         norm = 2 if not emulated else 8 if model.normalization == "RMSNorm" and model.norm_weight else 4
-        working = 12 if emulated and fp8 else 8
+        working = 16 if emulated and nvfp4 else 12 if emulated and fp8 else 8  # random numbers of FP32 besides
         # The gradient in BF16, with two FP8 codes of each number of it, or with the gradient of half as many outputs
         activated = 4 if kernels and is_swiglu(model.of_experts) else working
         rows = recipe.train.micro_batch_size
-        return BytesKept(norm, 1 + grouped if fp8 else 2, codes, activated, working, tensor, tokens, kernels, rows)
+        return BytesKept(
+            norm,
+            (0.5 if nvfp4 and not emulated else 1) + grouped if fp8 else 2,
+            codes,
+            activated,
+            working,
+            tensor,
+            tokens,
+            kernels,
+            rows,
+        )
 
 
 def _layer(model: ModelShape, layer: int, kept: BytesKept, length: int) -> float:

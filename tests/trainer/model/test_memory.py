@@ -105,6 +105,11 @@ def test_activations_are_what_autograd_keeps(family: str, name: str) -> None:
     assert_kept(family, name)
 
 
+def test_activations_in_nvfp4_are_what_autograd_keeps() -> None:
+    """With codes and scales of their own for the backward, of the weights too."""
+    assert_kept("llama-2", "nvfp4")
+
+
 @pytest.mark.parametrize("family", representing(block_kinds))
 @pytest.mark.usefixtures("with_kernels")
 def test_activations_are_what_autograd_keeps_beside_kernels(family: str) -> None:
@@ -230,7 +235,10 @@ FP8_LM, RECOMPUTED = {"optimizer__preset": "fp8-lm"}, {**LONG, "train__recompute
         ("llama-2", {}, "bf16"),
         ("llama-2", {}, "fp8-delayed"),
         ("llama-2", FP8_LM, "bf16"),
-        *in_soak(("llama-2", RECOMPUTED, "fp8-delayed"), ("jamba", {}, "fp8-delayed")),
+        ("llama-2", LONG, "nvfp4"),
+        *in_soak(
+            ("llama-2", RECOMPUTED, "fp8-delayed"), ("jamba", {}, "fp8-delayed"), ("llama-2", RECOMPUTED, "nvfp4")
+        ),
         *in_soak(("llama-2", FP8_LM, "fp8-delayed"), ("llama-2", RECOMPUTED, "bf16"), ("jamba", {}, "bf16")),
         *in_soak(
             *(
