@@ -262,7 +262,8 @@ def evaluate(
 @iteration_option
 @json_option
 def doctor(checkpoint: Path | None, iteration: int | None, json_wanted: bool) -> None:
-    """Show which recipes of FP8 and NVFP4 this machine can run, and whether Transformer Engine will load CHECKPOINT's FP8 state."""
+    """Show which recipes of FP8 and NVFP4 this machine can run, and whether Transformer Engine will load CHECKPOINT's
+    FP8 state."""
     from precisionctl import console, doctor as look
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.reports import doctor as report

@@ -112,17 +112,8 @@ class BytesKept:
         # The gradient in BF16, with two FP8 codes of each number of it, or with the gradient of half as many outputs
         activated = 4 if kernels and is_swiglu(model.of_experts) else working
         rows = recipe.train.micro_batch_size
-        return BytesKept(
-            norm,
-            (0.5 if nvfp4 and not emulated else 1) + grouped if fp8 else 2,
-            codes,
-            activated,
-            working,
-            tensor,
-            tokens,
-            kernels,
-            rows,
-        )
+        read = (0.5 if nvfp4 and not emulated else 1) + grouped if fp8 else 2
+        return BytesKept(norm, read, codes, activated, working, tensor, tokens, kernels, rows)
 
 
 def _layer(model: ModelShape, layer: int, kept: BytesKept, length: int) -> float:
