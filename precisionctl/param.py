@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal, get_args
+from typing import Literal
 
 from precisionctl.codes.elements import FP8, Element, Packing, element_of
 from precisionctl.dtypes import DType
@@ -17,13 +17,15 @@ Layout = Literal["hf", "megatron"]
 STATE = "optimizer.state."
 """Prefix of an optimizer's tensors, `optimizer.state.<kind>.<parameter>`, with the parameter's name in its layout."""
 
-Kind = Literal["param", "exp_avg", "exp_avg_sq"]
-"""What a checkpoint keeps of each parameter: FP32 master weights and Adam's moments, under Megatron's names."""
+Kind = Literal["param", "exp_avg", "exp_avg_sq", "momentum_buffer"]
+"""What a checkpoint keeps of a parameter, under Megatron's names: FP32 master weights, and an optimizer's state."""
 
-KINDS: tuple[Kind, ...] = get_args(Kind)
+KINDS: tuple[Kind, ...] = ("param", "exp_avg", "exp_avg_sq")
+"""Of each parameter that Adam trains."""
+
 MOMENTS: tuple[str, ...] = KINDS[1:]
 
-MOMENTUM = "momentum_buffer"
+MOMENTUM: Kind = "momentum_buffer"
 """The state that Muon keeps for each matrix, in PyTorch and in Megatron: a moving average of its gradients."""
 
 NOT_TRAINED = (
@@ -77,6 +79,17 @@ def kind_and_parameter(name: str) -> tuple[str, str]:
     """The inverse of `state_name`; of a tensor of the model itself the kind is empty."""
     kind, _, parameter = name.removeprefix(STATE).partition(".")
     return (kind, parameter) if name.startswith(STATE) else ("", name)
+
+
+def muon_takes(name: str, dimensions: int) -> bool:
+    """Whether Megatron's Muon trains a parameter of this name in Megatron's layout: any matrix but embedding and output
+    layer (megatron/core/optimizer/muon.py, get_megatron_muon_optimizer). Adam trains all others."""
+    return dimensions == 2 and name not in (EMBEDDING, OUTPUT)
+
+
+def kinds_of(name: str, dimensions: int, *, muon: bool) -> tuple[Kind, ...]:
+    """What a checkpoint keeps of a parameter of this name in Megatron's layout, after Adam alone or with `muon`."""
+    return ("param", MOMENTUM) if muon and muon_takes(name, dimensions) else KINDS
 
 
 @dataclass(frozen=True)

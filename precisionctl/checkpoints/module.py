@@ -60,7 +60,7 @@ class LiveModel:
     def chunks(self, name: str) -> Sequence[Chunk]:
         if name not in self.tensors:
             return []
-        first, mine = _rows(self.tensors[name])
+        first, mine = local_rows(self.tensors[name])
         mine = mine if mine.dim() else mine[None]  # a scalar is one row
         boxes = self.shards[name].boxes if name in self.shards else [whole(self.specs[name])]
         found, start = [], 0
@@ -76,7 +76,7 @@ class LiveModel:
         """Nothing to do: the tensors are there."""
 
 
-def _rows(tensor: Tensor) -> tuple[int, Tensor]:
+def local_rows(tensor: Tensor) -> tuple[int, Tensor]:
     """The rows of a tensor that this process has, and the number of the first: all of them unless FSDP cut it."""
     from torch.distributed.tensor import DTensor  # takes half a second to import, which conversions of files save
 

@@ -115,7 +115,7 @@ def check(settings: Settings, recipe: Recipe, ranks: int) -> None:
         "data.packing": recipe.data.packing,
         "train.graphs": recipe.train.graphs,
         "train.weight_casts = per-update": recipe.train.weight_casts == "per-update",
-        "optimizer.preset = fp8-lm": recipe.optimizer.preset != "adamw",
+        f"optimizer.preset = {recipe.optimizer.preset}": recipe.optimizer.preset != "adamw",
         "parallel.replicate": recipe.parallel.replicate != 1,
         "parallel.gather": recipe.parallel.gather != "per-pass",
         "precision.keep_bf16": fp8 and bool(precision.keep_bf16),
@@ -206,7 +206,7 @@ def _train(
     recipe = replace(plan.recipe, precision=plan.recipe.precision.of_layers(plan.model.num_layers))
     ahead = CORE.look_ahead(plan.model, recipe, plan.backend, ranks.count)
     memory_notes = require_memory(ahead, recipe, world)
-    disk = require_disk_space(checkpoint_bytes(plan.source), recipe.train, plan.out)
+    disk = require_disk_space(checkpoint_bytes(plan.source, recipe.optimizer), recipe.train, plan.out)
     sizes = recipe.parallel
     rows, _ = read_data(plan, on_tokens, sizes.token_ranks * (2 * sizes.context if sizes.context > 1 else 1))
     identity = plan.identity_with(rows.fingerprint)
@@ -261,7 +261,7 @@ def _carried_state(plan: RunPlan, newest: TorchDistReader | None) -> tuple[Fp8St
 
 def _continue(run: CoreRun, newest: TorchDistReader, identity: Mapping[str, Any], plan: RunPlan) -> None:
     saved = run_folder.read_same(newest, identity, plan.out)
-    core_checkpoint.load(run, newest, loading.trained_run(newest).updates)
+    core_checkpoint.load(run, newest, loading.trained_run(newest, plan.recipe.optimizer).updates)
     run.step, run.position, run.skipped = saved.step, saved.position, SkippedSteps(**saved.skips)
 
 
@@ -284,7 +284,7 @@ def _convert_source(plan: RunPlan, rows: Rows | Blend, ranks: Ranks, world: Core
     updates = None
     if "optimizer" not in skipped:
         assert loading.has_optimizer(source), "start_of has refused what has none"
-        updates = loading.trained_run(source).updates
+        updates = loading.trained_run(source, plan.recipe.optimizer).updates
     if world.first:
         shutil.rmtree(folder, ignore_errors=True)
     world.barrier()

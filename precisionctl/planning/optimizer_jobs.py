@@ -9,14 +9,13 @@ from precisionctl.architectures.param_map import Row
 from precisionctl.architectures.rearrangements import SAME, Gamma
 from precisionctl.errors import DROP_OPTIMIZER, MappingError, MissingTensor
 from precisionctl.param import (
-    EMBEDDING,
     KINDS,
     MOMENTUM,
     NOT_TRAINED,
-    OUTPUT,
     Layout,
     TensorSpec,
     kind_and_parameter,
+    muon_takes,
     state_name,
 )
 from precisionctl.planning.checks import check_names
@@ -109,15 +108,12 @@ class _ParameterState:
 
 
 def _check_muon(states: Iterable[_ParameterState]) -> None:
-    """Raise MappingError unless Muon trained what Megatron's takes (megatron/core/optimizer/muon.py)."""
+    """Raise MappingError unless Muon trained what Megatron's takes."""
     for job, by_muon in ((state.job, state.by_muon) for state in states):
-        if by_muon != (len(job.row.sizes) == 2 and job.name not in _NOT_MUONS):
+        if by_muon != muon_takes(job.name, len(job.row.sizes)):
             who, does = ("Muon", "does not take it") if by_muon else ("AdamW", "takes it")
             what = f"`{job.reads[0]}` was trained by {who}, and Megatron's Muon {does}: it takes all matrices but "
             raise MappingError(f"{what}embeddings and output layer", do=DROP_OPTIMIZER)
-
-
-_NOT_MUONS = (EMBEDDING, OUTPUT)
 
 
 def _check_known(stored: Mapping[str, Sequence[str]], jobs: Iterable[Job]) -> None:

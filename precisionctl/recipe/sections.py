@@ -114,10 +114,11 @@ class Data:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """AdamW (Loshchilov and Hutter, 2019). `clip_norm` limits the global norm of the gradients; 0 means no limit."""
+    """AdamW (Loshchilov and Hutter, 2019), or Muon (Jordan et al., 2024) as Megatron has it, with AdamW for what is no
+    matrix. `clip_norm` limits the global norm of the gradients; 0 means no limit."""
 
-    preset: Literal["adamw", "fp8-lm"] = "adamw"
-    """How its state is stored: in FP32, or in FP8 and FP16 as by FP8-LM (Peng et al., 2023)."""
+    preset: Literal["adamw", "fp8-lm", "muon"] = "adamw"
+    """AdamW with its state in FP32, AdamW with its state in FP8 and FP16 as by FP8-LM (Peng et al., 2023), or Muon."""
     lr: float = 1e-5
     """The highest learning rate; [schedule] varies it. With 0 a run measures and changes nothing."""
     beta1: float = 0.9
@@ -125,10 +126,31 @@ class Optimizer:
     epsilon: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float = 1.0
+    muon_momentum: float = 0.9
+    """Of the moving average of gradients; this and what follows have the names, meanings and defaults of Megatron-LM's
+    arguments."""
+    muon_nesterov: bool = False
+    """Whether a gradient counts once more beside the average that it is in already."""
+    muon_num_ns_steps: int = 5
+    """Newton-Schulz steps that make a matrix nearly orthogonal."""
+    muon_coefficient_type: Literal["quintic", "simple"] = "quintic"
+    """Their coefficients: those of five different steps in turn, or of one (Jordan's own; torch.optim.Muon's)."""
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    """The factor of an update `[out, in]`: the root of max(out, in), of out / in, or of max(1, out / in)."""
+    muon_extra_scale_factor: float = 1.0
+    """A further factor; 0.2, with `spectral`, makes updates about as large as AdamW's (arXiv 2502.16982)."""
+    muon_split_qkv: bool = True
+    """Whether queries, keys and values are a matrix each."""
 
     def __post_init__(self) -> None:
         _require("optimizer", self, lr=FROM_0, beta1=BELOW_1, beta2=BELOW_1)
         _require("optimizer", self, epsilon=ABOVE_0, weight_decay=FROM_0, clip_norm=FROM_0)
+        _require("optimizer", self, muon_momentum=BELOW_1, muon_num_ns_steps=ABOVE_0, muon_extra_scale_factor=ABOVE_0)
+
+    @property
+    def by_muon(self) -> bool:
+        """Whether Muon trains the matrices."""
+        return self.preset == "muon"
 
 
 @dataclass(frozen=True)

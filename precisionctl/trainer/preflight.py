@@ -17,7 +17,7 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import DiskProblem, EnvironmentProblem, RecipeError
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.planning.make_plan import make_plan
-from precisionctl.recipe import Recipe, Train
+from precisionctl.recipe import Optimizer, Recipe, Train
 from precisionctl.sizes import size
 from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.measure.flops import training_flops
@@ -206,11 +206,11 @@ class DiskSpace:
         return self.more * self.each <= self.free
 
 
-def checkpoint_bytes(source: Reader) -> int:
-    """The bytes of a checkpoint, with optimizer, of a run that starts from `source`."""
+def checkpoint_bytes(source: Reader, optimizer: Optimizer) -> int:
+    """The bytes of a checkpoint, with the `optimizer`, of a run that starts from `source`."""
     plan = make_plan(source, "megatron", dtype=DType.bfloat16)
     towers = plan.towers.nbytes if plan.model.wrapper else 0
-    return with_optimizer(plan.text).nbytes + towers
+    return with_optimizer(plan.text, optimizer).nbytes + towers
 
 
 def disk_space(each: int, train: Train, out: Path) -> DiskSpace:

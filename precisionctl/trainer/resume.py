@@ -28,6 +28,7 @@ from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.undrawn import Undrawn
 from precisionctl.trainer.optimizer.adamw import MasterAdamW, RunOptimizer
 from precisionctl.trainer.optimizer.fp8_lm import Fp8LmAdamW
+from precisionctl.trainer.optimizer.muon import MasterMuon
 from precisionctl.trainer.parallel.world import World, together, world
 from precisionctl.trainer.preflight import (
     DiskSpace,
@@ -139,7 +140,7 @@ def _prepare(plan: RunPlan, world: World, on_tokens: OnTokens) -> _Setup:
     DiskProblem if its checkpoints do not fit on the disk, and as `tokenized_rows`."""
     recipe, source = plan.recipe, plan.source
     memory_notes = require_memory(BUNDLED.look_ahead(plan.model, recipe, plan.backend, world.count), recipe, world)
-    each = checkpoint_bytes(source)
+    each = checkpoint_bytes(source, recipe.optimizer)
     require_disk_space(each, recipe.train, plan.out)  # before the data is tokenized, which may take long
 
     rows, held_out = read_data(plan, on_tokens, recipe.parallel.token_ranks)
@@ -205,6 +206,8 @@ def _build(setup: _Setup, rollback: Rollback | None) -> Run:
     optimizer: RunOptimizer
     if recipe.optimizer.preset == "fp8-lm":
         optimizer = Fp8LmAdamW(gpt, recipe.optimizer, fused=plan.backend == "te")
+    elif recipe.optimizer.by_muon:
+        optimizer = MasterMuon(gpt, model, recipe.optimizer, gpt.shards)
     else:
         optimizer = MasterAdamW(gpt, recipe.optimizer, gpt.shards)
     return Run(

@@ -21,6 +21,7 @@ from precisionctl.trainer.data.rows import check_there
 from precisionctl.trainer.measure.memory import estimate
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.router_balance import Balance
+from precisionctl.trainer.optimizer import muon
 from precisionctl.trainer.optimizer.learning_rate import misfit, rates_in_words
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
 from precisionctl.trainer.parallel import shards, world
@@ -105,7 +106,7 @@ class RunPlan:
         if "schedule" in self.skipped or not source.iteration or not begins:
             yield f"learning rates: {of_what}: {rates}"
         else:
-            theirs = loading.others_run(source, self.skipped)
+            theirs = loading.others_run(source, self.skipped, recipe.optimizer)
             why = ", as --set says" if loading.sets_rates(self.settings.overrides) else ""
             if not why and run_folder.saved_of(source) is None:
                 why = ", as the checkpoint has no schedule"
@@ -144,6 +145,7 @@ def _check_bundled(plan: RunPlan, ranks: int) -> None:
     recipe, model = plan.recipe, plan.model
     world.check(ranks, recipe)
     shards.check(model, recipe.parallel)
+    muon.check(model, recipe.optimizer)
     check_graphs(recipe, model, plan.backend, ranks)
     GPT(model, recipe.precision.of_layers(model.num_layers), device="meta")  # takes no memory, and refuses the rest
 
@@ -262,9 +264,9 @@ def dry_run(settings: Settings, engine: TrainingEngine = BUNDLED) -> DryRun:
                 for path in data.paths:
                     check_there(path, tokenizer)
         saved, train = run_in_folder(plan), plan.recipe.train
-        step = saved.step if saved else loading.first_step(plan.source, plan.skipped, train.steps)
+        step = saved.step if saved else loading.first_step(plan.source, plan.skipped, plan.recipe)
         ahead = engine.look_ahead(plan.model, plan.recipe, plan.backend, ranks.count)
-        disk = disk_space(checkpoint_bytes(plan.source), train, plan.out)
+        disk = disk_space(checkpoint_bytes(plan.source, plan.recipe.optimizer), train, plan.out)
         return DryRun(plan, step, saved is not None, ahead, disk, ranks.first)
 
 

@@ -496,7 +496,7 @@ def test_muons_momentum_goes_to_megatron_and_to_nothing_else(tmp_path: Path) -> 
         with pytest.raises(CheckpointError, match=r"Muon.*goes to Megatron alone.*--drop-optimizer"):
             conversions.run(path, tmp_path / container, "hf", container=container)
     with pytest.raises(CheckpointError, match=r"Muon.*--skip optimizer"):
-        loading.first_step(open_checkpoint(path), (), 10)
+        loading.first_step(open_checkpoint(path), (), load_recipe("bf16"))
     conversions.run(path, tmp_path / "weights", "megatron", drop_optimizer=True)
 
 
@@ -595,7 +595,7 @@ def test_an_optimizer_under_numbers_that_is_not_known_is_refused_with_the_reason
         with pytest.raises(CheckpointError, match=f"{message}.*--drop-optimizer"):
             conversions.run(path, tmp_path / container, "hf", container=container)
     with pytest.raises(CheckpointError, match=f"{message}.*--skip optimizer"):
-        loading.first_step(open_checkpoint(path), (), 10)
+        loading.first_step(open_checkpoint(path), (), load_recipe("bf16"))
     assert re.search(message, inspect.describe(open_checkpoint(path))["optimizer"]["unreadable"])
     told = conversions.run(path, tmp_path / "out", "hf")
     assert any(re.search(f"The optimizer stays behind: .*{message}", note) for note in told.notes)

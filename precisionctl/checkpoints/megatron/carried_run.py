@@ -80,9 +80,7 @@ def carry_trainer_run(reader: TrainedReader, parallelism: Parallelism) -> Carrie
     optimizer = adam_in_megatron(_with_megatrons_rates(settings), run.updates)
     common: dict[str, object] = {"optimizer": _for_experts([optimizer], parallelism.expert > 1)}
     if run.muon:
-        of_0_16 = {"momentum_beta": run.muon["momentum"]}  # as megatron-core 0.16's Muon calls it
-        muon = {"state": {}, "param_groups": [_GROUP | _with_megatrons_rates(run.muon) | of_0_16]}
-        common["optimizer"] = {0: {"optimizer": muon, _SHARDING: RESHARDABLE}, 1: optimizer}
+        common["optimizer"] = muon_in_megatron(_with_megatrons_rates(run.muon), optimizer)
     args = {"no_save_optim": False, "no_save_rng": True}
     return CarriedRun(reader.iteration, common, args=args)
 
@@ -117,7 +115,14 @@ def adam_in_megatron(settings: Mapping[str, Any], updates: int) -> dict[str, Any
     return {"optimizer": inner, _SHARDING: RESHARDABLE}
 
 
-def has_muon(reader: MegatronReader) -> bool:
+def muon_in_megatron(settings: Mapping[str, Any], adam: Mapping[str, Any]) -> dict[Any, Any]:
+    """Muon's settings and, for what is no matrix, Adam's of `adam_in_megatron`, as Megatron wants those of two
+    optimizers. `momentum` is `momentum_beta` in megatron-core 0.16."""
+    group = {**_GROUP, **settings, "momentum_beta": settings["momentum"]}
+    return {0: {"optimizer": {"state": {}, "param_groups": [group]}, _SHARDING: RESHARDABLE}, 1: adam}
+
+
+def has_muon(reader: MegatronReader | TrainedReader) -> bool:
     """Whether matrices were trained by Muon, which keeps one momentum for each (`momentum_buffer`), in FP32."""
     return any(name.startswith(state_name(MOMENTUM, "")) for name in reader.optimizer_specs)
 
@@ -137,12 +142,12 @@ def step_and_groups(optimizer: object) -> tuple[Any, list[dict[str, Any]] | None
 
 
 def optimizer_settings(reader: MegatronReader) -> list[dict[str, Any]]:
-    """The part of each optimizer (dense, then experts) that is not tensors: parameter groups, step and so on. With flat
-    buckets it is stored in objects."""
+    """The part of each optimizer (dense, then experts; Muon's before Adam's) that is not tensors: parameter groups,
+    step and so on. With flat buckets it is stored in objects."""
     found = reader.common.get("optimizer")
     if not isinstance(found, dict) or not reader.optimizer_specs:
         return []
-    chained = set(found) <= {0, 1}
+    chained = set(found) <= set(range(len(found)))
     listed = [found[number] for number in sorted(found)] if chained else [found]
     settings = [dict(one) for one in listed if isinstance(one, dict) and _is_plain(one)]
     for key in reader.objects:

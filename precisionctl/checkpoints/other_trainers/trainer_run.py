@@ -44,7 +44,7 @@ class TrainerRun:
     `updates` is AdamW's count, the same for all parameters. `settings` are AdamW's, of the parameters with weight
     decay, as far as they are stored: `lr` of the last update, `initial_lr` before any schedule, `betas`, `eps`,
     `weight_decay`. `left` says in words what is not carried over. `muon` has `lr`, `weight_decay` and `momentum` of
-    torch's Muon, if it trained some parameters.
+    torch's Muon, or `momentum` of Megatron's, if it trained some parameters.
     """
 
     updates: int
@@ -149,13 +149,15 @@ def adam_settings(groups: Sequence[ParameterGroup], where: Path) -> Mapping[str,
     return _of_most([one for one in found if one[0].has_decay] or found)
 
 
-def muon_settings(groups: Sequence[ParameterGroup], where: Path) -> Mapping[str, float]:
+def muon_settings(
+    groups: Sequence[ParameterGroup], where: Path, needed: Sequence[str] = ("lr", "weight_decay", "momentum")
+) -> Mapping[str, float]:
     """The settings that torch's Muon and Megatron's both store with the same meaning, as most parameters have them.
 
-    Raises DamagedCheckpoint if any group with parameters has settings that Muon does not accept.
+    Raises DamagedCheckpoint if any group with parameters lacks one that is `needed`, or has one that Muon does not
+    accept.
     """
-    needed = ("lr", "weight_decay", "momentum")
-    keys = (*needed, "initial_lr")
+    keys = ("lr", "weight_decay", "momentum", "initial_lr")
     return _of_most([(one, _numbers(one, keys, "Muon", where, needed)) for one in with_parameters(groups)])
 
 

@@ -5,7 +5,7 @@ summed in FP32, as in Megatron (accumulate_allreduce_grads_in_fp32).
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from precisionctl.trainer.parallel.world import World, local
 
 
 class RunOptimizer(Protocol):
-    """The optimizer of a run: MasterAdamW, or `fp8_lm.Fp8LmAdamW`."""
+    """The optimizer of a run: MasterAdamW, `muon.MasterMuon` or `fp8_lm.Fp8LmAdamW`."""
 
     @property
     def steps(self) -> int:
@@ -93,20 +93,27 @@ def with_state(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter
 class MasterAdamW:
     """AdamW with FP32 state. `masters`, `exp_avg` and `exp_avg_sq` are FP32 tensors by parameter name, of the
     parameters' shapes. A parameter that is FP32, as all that FSDP2 shards are, is its own master weight. State is
-    sharded like the parameters."""
+    sharded like the parameters. Of the parameters `others`, which a subclass updates, it has the masters alone."""
 
-    def __init__(self, module: nn.Module, settings: Optimizer, shards: ModelShards = UNSHARDED) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: Optimizer,
+        shards: ModelShards = UNSHARDED,
+        others: Collection[str] = (),
+    ) -> None:
         self.parameters = dict(module.named_parameters())
         self._clip_norm, self._shards = settings.clip_norm or math.inf, shards
         self.masters = {
             name: p if p.dtype == torch.float32 else p.detach().to(torch.float32)
             for name, p in with_state(self.parameters).items()
         }
-        self.exp_avg = {name: torch.zeros_like(master) for name, master in self.masters.items()}
-        self.exp_avg_sq = {name: torch.zeros_like(master) for name, master in self.masters.items()}
-        decayed = [master for name, master in self.masters.items() if is_decayed(name, master)]
-        others = [master for name, master in self.masters.items() if not is_decayed(name, master)]
-        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+        mine = {name: master for name, master in self.masters.items() if name not in others}
+        self.exp_avg = {name: torch.zeros_like(master) for name, master in mine.items()}
+        self.exp_avg_sq = {name: torch.zeros_like(master) for name, master in mine.items()}
+        decayed = [master for name, master in mine.items() if is_decayed(name, master)]
+        spared = [master for name, master in mine.items() if not is_decayed(name, master)]
+        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": spared, "weight_decay": 0.0}]
         self._adamw = torch.optim.AdamW(
             groups,
             lr=settings.lr,
@@ -124,10 +131,10 @@ class MasterAdamW:
     @steps.setter
     def steps(self, steps: int) -> None:
         self._made = torch.tensor(steps, device=next(iter(self.masters.values())).device)
-        for name, master in self.masters.items():
-            self._adamw.state[master] = {
-                "step": torch.tensor(float(steps), device=master.device),
-                "exp_avg": self.exp_avg[name],
+        for name, exp_avg in self.exp_avg.items():
+            self._adamw.state[self.masters[name]] = {
+                "step": torch.tensor(float(steps), device=exp_avg.device),
+                "exp_avg": exp_avg,
                 "exp_avg_sq": self.exp_avg_sq[name],
             }
 
@@ -179,7 +186,7 @@ class MasterAdamW:
 
     def take_gradients(self) -> dict[str, Tensor]:
         taken = self.gradients
-        self._adamw.zero_grad()
+        self._drop_gradients()
         return taken
 
     def clip(self) -> Tensor:
@@ -196,9 +203,13 @@ class MasterAdamW:
         # GradScaler's way to skip a step: the fused kernel reads the flag on the device and changes nothing
         self._adamw.found_inf = None if skip is None else skip.float()  # type: ignore[attr-defined]
         self._adamw.step()
-        self._adamw.zero_grad()
+        self._drop_gradients()
         self._made += 1 if skip is None else ~skip
         self.publish()
 
     def notes(self, lr: float) -> Iterable[str]:
         return ()
+
+    def _drop_gradients(self) -> None:
+        for master in self.masters.values():
+            master.grad = None

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from precisionctl.architectures.families import architecture_of
 from precisionctl.architectures.param_map import names
-from precisionctl.checkpoints.chunks import shard_boxes, whole
-from precisionctl.checkpoints.module import TensorShard
+from precisionctl.checkpoints.chunks import Box, shard_boxes, whole
+from precisionctl.checkpoints.module import TensorShard, local_rows
 from precisionctl.dtypes import DType
 from precisionctl.errors import RecipeError
 from precisionctl.fp8.state import Role
@@ -124,6 +124,31 @@ class ModelShards:
         for gradient, summed in zip(gradients, torch.split(total, [each.numel() for each in gradients]), strict=True):
             gradient.copy_(summed.view_as(gradient))
 
+    def gathered(self, name: str, mine: Tensor, parameter: Tensor) -> Tensor:
+        """The whole of a matrix with the shape of a `parameter` of this name, of which each rank has what it has of
+        that: `mine`, a plain tensor. All ranks that share the parameter call it, in the same order."""
+        if isinstance(parameter, DTensor):
+            mesh, places = parameter.device_mesh, parameter.placements
+            shape, stride = parameter.shape, parameter.stride()
+            mine = DTensor.from_local(mine, mesh, places, run_check=False, shape=shape, stride=stride).full_tensor()
+        ranks = self.world.tensor
+        if ranks.size == 1 or not self._is_sharded(name):
+            return mine
+        spec = self.tensors[name].spec
+        whole_matrix = mine.new_empty(spec.shape)
+        parts = ranks.all_gather(mine).chunk(ranks.size)
+        for boxes, part in zip(shard_boxes(spec, ranks.size), parts, strict=True):
+            for box, rows in zip(boxes, torch.split(part, [box.rows for box in boxes]), strict=True):
+                _in_box(whole_matrix, box).copy_(rows)
+        return whole_matrix
+
+    def own_part(self, name: str, whole_matrix: Tensor, parameter: Tensor) -> Tensor:
+        """The inverse of `gathered`: this rank's part, as a plain tensor."""
+        if self.world.tensor.size > 1 and self._is_sharded(name):
+            whole_matrix = torch.cat([_in_box(whole_matrix, box) for box in self.tensors[name].boxes])
+        first, rows = local_rows(parameter)
+        return whole_matrix[first : first + len(rows)]
+
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """The norm of all gradients together, FP32 `[]`. What several ranks have is counted once."""
         tensor, experts = self.world.tensor, self.world.experts
@@ -146,6 +171,10 @@ class ModelShards:
 
 UNSHARDED = ModelShards({})
 """Of one process, which has all of each parameter."""
+
+
+def _in_box(matrix: Tensor, box: Box) -> Tensor:
+    return matrix[box.row : box.row + box.rows, box.column : box.column + box.columns]
 
 
 def _norm(gradients: Iterable[Tensor]) -> Tensor:

@@ -13,17 +13,18 @@ from typing import Literal, TypeGuard
 import torch
 
 from precisionctl.checkpoints.base import Reader, WithOptimizer
+from precisionctl.checkpoints.megatron.carried_run import has_muon
 from precisionctl.checkpoints.megatron.directory import of_megatron
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.other_trainers.trainer_run import TrainedReader, TrainerRun, of_trainer
-from precisionctl.checkpoints.run_reader import RunReader, of_run, trainer_run_of
+from precisionctl.checkpoints.run_reader import RunReader, of_run, run_of
 from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.source_notes import reading_notes
 from precisionctl.conversion.convert import convert
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, MappingError, RecipeError, UnsafePickle, damage
-from precisionctl.param import KINDS, STATE, TensorSpec, state_name
+from precisionctl.param import KINDS, MOMENTUM, Kind, TensorSpec, kinds_of, state_name
 from precisionctl.planning import checks
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
@@ -75,15 +76,15 @@ def sets_rates(overrides: Sequence[str]) -> bool:
     return any(override.strip().startswith(("optimizer.lr", "schedule.")) for override in overrides)
 
 
-def first_step(source: Reader, skipped: Collection[StatePart], steps: int) -> int:
+def first_step(source: Reader, skipped: Collection[StatePart], recipe: Recipe) -> int:
     """The step that a new run starts after: the checkpoint's, or 0 if the schedule is skipped. Raises CheckpointError
-    if the optimizer is wanted and there is none, or none that AdamW goes on from, RecipeError if no step of `steps` is
+    if the optimizer is wanted and there is none, or none that the recipe's goes on from, RecipeError if no step is
     left."""
     if "optimizer" not in skipped:
         if not has_optimizer(source):
             raise CheckpointError("no optimizer state that can be read", where=source.path, do=_WITHOUT)
-        trained_run(source)
-    first = 0 if "schedule" in skipped else source.iteration or 0
+        trained_run(source, recipe.optimizer)
+    first, steps = 0 if "schedule" in skipped else source.iteration or 0, recipe.train.steps
     if first >= steps:
         raise RecipeError(
             f"the checkpoint is at step {first}, and train.steps is {steps}",
@@ -96,7 +97,7 @@ def start_of(source: Reader, skipped: Collection[StatePart], recipe: Recipe, row
     """The step and the position in the data that a new run starts after. Raises as `first_step`."""
     saved = saved_of(source)
     same_data = "data" not in skipped and saved is not None and saved.identity["data"] == rows.fingerprint
-    return first_step(source, skipped, recipe.train.steps), saved.position if saved and same_data else 0
+    return first_step(source, skipped, recipe), saved.position if saved and same_data else 0
 
 
 def load_run(run: Run, source: Reader, skipped: Collection[StatePart]) -> None:
@@ -123,12 +124,12 @@ def load_with_optimizer(source: Reader, run: Run) -> None:
     load_optimizer(source, run, plan)
 
 
-def others_run(source: Reader, skipped: Collection[StatePart]) -> TrainerRun | None:
+def others_run(source: Reader, skipped: Collection[StatePart], optimizer: Optimizer) -> TrainerRun | None:
     """The update count and settings of another program's optimizer that the run continues; None if it continues
     none."""
     if saved_of(source) or "optimizer" in skipped:
         return None
-    return trained_run(source) if of_megatron(source) or _has_trainers_optimizer(source) else None
+    return trained_run(source, optimizer) if of_megatron(source) or _has_trainers_optimizer(source) else None
 
 
 def loading_notes(recipe: Recipe, source: Reader, skipped: Collection[StatePart]) -> Iterator[str]:
@@ -136,11 +137,17 @@ def loading_notes(recipe: Recipe, source: Reader, skipped: Collection[StatePart]
     yield from reading_notes(source)
     if not (of_megatron(source) or _has_trainers_optimizer(source)):
         return
-    theirs = others_run(source, skipped)
+    theirs = others_run(source, skipped, recipe.optimizer)
     if theirs:
         differing = other_settings(theirs, recipe.optimizer)
-        yield f"optimizer: masters and moments of the checkpoint, after {counted(theirs.updates, 'update')}" + (
+        what = "masters, moments and momentum" if theirs.muon else "masters and moments"
+        yield f"optimizer: {what} of the checkpoint, after {counted(theirs.updates, 'update')}" + (
             f"; it had {differing}" if differing else ""
+        )
+    if recipe.optimizer.by_muon and "optimizer" not in skipped and of_run(source) and not has_muon(source):
+        yield (
+            "optimizer: AdamW trained the checkpoint's matrices: their moments are left behind, and Muon's momentum "
+            "begins at zero"
         )
     if "data" not in skipped and saved_of(source) is None:
         yield "data: from the first row, as the checkpoint is another program's, with its own order of data"
@@ -197,25 +204,39 @@ def plan_optimizer(source: RunReader, run: Run) -> Plan:
     """The plan for loading FP32 master weights and moments.
 
     Of Megatron's checkpoints a parameter stored in FP32 may lack a master weight, as it is its own, and a frozen
-    parameter may lack all; of another trainer's any weight without a master is its own. Raises MappingError, with a
-    table of what is missing, if the optimizer does not fit the model.
+    parameter may lack all; of another trainer's any weight without a master is its own. Where AdamW trained what Muon
+    is to train, its moments are left out. Raises MappingError, with a table of what is missing, if the optimizer does
+    not fit the model.
     """
+    wanted = _state_names(run, muon=run.recipe.optimizer.by_muon)
     if of_trainer(source):
         with _how_to_continue():
             plan = make_plan(source, "megatron", optimizer=True)
-        return replace(plan, jobs=tuple(job for job in plan.jobs if job.name.startswith(STATE)))
+        return replace(plan, jobs=tuple(job for job in plan.jobs if job.name in wanted))
     found, parameters = optimizer_specs(source), run.optimizer.parameters
     frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
-    wanted = {state_name(kind, name): (kind, name) for kind in KINDS for name in run.model.shards.tensors}
+    expected = _state_names(run, muon=has_muon(source))
     optional = {
         key
-        for key, (kind, name) in wanted.items()
+        for key, (kind, name) in expected.items()
         if name in frozen or (kind == "param" and source.specs[name].dtype == DType.float32)
     }
-    missing = [key for key in wanted if key not in found and key not in optional]
-    checks.check_names(missing, [key for key in found if key not in wanted], _WITHOUT, source.path)
+    missing = [key for key in expected if key not in found and key not in optional]
+    checks.check_names(missing, [key for key in found if key not in expected], _WITHOUT, source.path)
     plan = make_plan(source, "megatron", optimizer=True)
-    return replace(plan, jobs=tuple(job for job in plan.jobs if job.name in found))
+    return replace(plan, jobs=tuple(job for job in plan.jobs if job.name in found and job.name in wanted))
+
+
+def _state_names(run: Run, *, muon: bool) -> Mapping[str, tuple[Kind, str]]:
+    """Kind and parameter of all tensors that an optimizer of the run's model has, by their names: of AdamW alone, or
+    with `muon`."""
+    shapes = {name: shard.spec.shape for name, shard in run.model.shards.tensors.items()}
+    return {
+        state_name(kind, name): (kind, name)
+        for kind in (*KINDS, MOMENTUM)
+        for name, shape in shapes.items()
+        if kind in kinds_of(name, len(shape), muon=muon)
+    }
 
 
 def load_optimizer(source: RunReader, run: Run, plan: Plan) -> None:
@@ -227,22 +248,26 @@ def load_optimizer(source: RunReader, run: Run, plan: Plan) -> None:
     if isinstance(source, TorchDistReader) and OPTIMIZER in source.objects:
         with damage("what no optimizer of ours keeps", source.path, _WITHOUT):
             run.optimizer.load_extra_state(source.read_object(OPTIMIZER))
-    for kind in KINDS:  # one after the other, so that an optimizer with fewer bits has only one kind in FP32 at a time
+    for kind in run.optimizer.tensors:  # one by one: an optimizer with fewer bits has only one kind in FP32 at a time
         jobs = tuple(job for job in plan.jobs if job.name.startswith(state_name(kind, "")))
         with run.optimizer.loading(kind) as tensors:
             named = {state_name(kind, name): tensor for name, tensor in tensors.items()}
             shards = {state_name(kind, name): shard for name, shard in run.model.shards.tensors.items()}
             live = LiveModel(run.model.model, named, shards=shards)
             convert(replace(plan, jobs=jobs), WithOptimizer(source), live)
-    run.optimizer.steps = trained_run(source).updates
+    run.optimizer.steps = trained_run(source, run.recipe.optimizer).updates
     run.optimizer.publish()
 
 
-def trained_run(source: RunReader) -> TrainerRun:
-    """Count and settings of the checkpoint's AdamW. Raises CheckpointError where there is no count, or another
-    optimizer's."""
+def trained_run(source: RunReader, optimizer: Optimizer) -> TrainerRun:
+    """Count and settings of the checkpoint's AdamW, with which the `optimizer` goes on. Raises CheckpointError where
+    there is no count, or Muon trained the matrices and is not to."""
     with _how_to_continue():
-        return trainer_run_of(source)
+        run, by_muon = run_of(source), has_muon(source)
+    if by_muon and not optimizer.by_muon:
+        what = f"Muon trained the matrices, which have no moments for optimizer.preset = {optimizer.preset}"
+        raise CheckpointError(what, where=source.path, do=f"Give --set optimizer.preset=muon. {_WITHOUT}")
+    return run
 
 
 def other_settings(run: TrainerRun, settings: Optimizer) -> str:
@@ -251,6 +276,7 @@ def other_settings(run: TrainerRun, settings: Optimizer) -> str:
     theirs = dict(zip(("beta1", "beta2"), run.settings.get("betas", ()), strict=False))
     keys = {"eps": "epsilon", "weight_decay": "weight_decay"}
     theirs |= {ours: run.settings[key] for key, ours in keys.items() if key in run.settings}
+    theirs |= {"muon_momentum": run.muon["momentum"]} if run.muon else {}
     differing = {key: value for key, value in theirs.items() if value != getattr(settings, key)}
     return ", ".join(
         f"{key} {value:g}, here {getattr(settings, key):g} (--set optimizer.{key}={value} keeps it)"

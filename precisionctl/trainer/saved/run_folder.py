@@ -105,6 +105,8 @@ def identity(source: Reader, data: str, recipe: Recipe, **start: object) -> dict
     stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     keys = {key: value for key, value in flat(asdict(recipe)).items() if key not in _KEYS_NOT_IN_IDENTITY}
     keys |= flat({"model": asdict(source.model)})
+    if not recipe.optimizer.by_muon:  # which alone heeds its settings; and runs from before it have none
+        keys = {key: value for key, value in keys.items() if not key.startswith("optimizer.muon_")}
     if recipe.schedule.kind == "constant" and not recipe.precision.schedule:
         del keys["train.steps"]  # no learning rate and no precision depends on it, so such a run may be extended
     return {"source": hashlib.sha256(json.dumps(stats).encode()).hexdigest(), "data": data, **start, **keys}

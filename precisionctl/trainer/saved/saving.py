@@ -20,7 +20,7 @@ from precisionctl.checkpoints.base import Reader, Writer
 from precisionctl.checkpoints.chunks import chunk_files
 from precisionctl.checkpoints.hf_directory import encodings_file
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
-from precisionctl.checkpoints.megatron.carried_run import CarriedRun, adam_in_megatron
+from precisionctl.checkpoints.megatron.carried_run import CarriedRun, adam_in_megatron, muon_in_megatron
 from precisionctl.checkpoints.megatron.keys import directory_name, write_tracker
 from precisionctl.checkpoints.megatron.towers import WithTowers
 from precisionctl.checkpoints.module import LazyTensors, LiveModel, LocalRows, Snapshot
@@ -32,9 +32,10 @@ from precisionctl.dtypes import DType
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import BY_RUN, COLLECTED, Fp8States
-from precisionctl.param import KINDS, NOT_TRAINED, STATE, state_name
+from precisionctl.param import KINDS, MOMENTUM, NOT_TRAINED, STATE, kinds_of, state_name
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
+from precisionctl.recipe import Optimizer
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.optimizer.megatron_schedule import megatron_scheduler, training_args
 from precisionctl.trainer.run import Run
@@ -114,7 +115,8 @@ class Saver:
         for name, parameter in run.optimizer.parameters.items():
             if not isinstance(parameter, DTensor):  # FSDP's are FP32 in memory, but stored in the model's dtype
                 stored[name] = replace(stored[name], spec=replace(stored[name].spec, dtype=DType.of(parameter.dtype)))
-        plan = with_optimizer(make_plan(LiveModel(run.model.model, {}, shards=stored), "megatron"))
+        plan = make_plan(LiveModel(run.model.model, {}, shards=stored), "megatron")
+        plan = with_optimizer(plan, run.recipe.optimizer)
         companions = self._source.companions
         writer: Writer = TorchDistWriter(
             output.partial, plan.model, plan.targets, run=_megatron_state(run), companions=companions
@@ -231,12 +233,15 @@ def copy_towers(towers: Plan, source: Reader, writer: Writer) -> None:
     sync_all(chunk_files(writer, towers.targets))
 
 
-def with_optimizer(plan: Plan) -> Plan:
-    """A model's plan with, for each kind, a job and an FP32 target for every parameter's optimizer tensor added: of all
-    that programs have a place for."""
+def with_optimizer(plan: Plan, optimizer: Optimizer) -> Plan:
+    """A model's plan with, for each kind, a job and an FP32 target for every parameter's tensor of the `optimizer`
+    added: of all that programs have a place for."""
     jobs, targets = [*plan.jobs], dict(plan.targets)
-    for kind in KINDS:
-        for job in (job for job in plan.jobs if not job.name.endswith(NOT_TRAINED)):
+    trained = [job for job in plan.jobs if not job.name.endswith(NOT_TRAINED)]
+    for kind in (*KINDS, MOMENTUM):
+        for job in trained:
+            if kind not in kinds_of(job.name, len(plan.targets[job.name].shape), muon=optimizer.by_muon):
+                continue
             write = state_name(kind, job.name)
             jobs.append(replace(job, name=write, reads=(write,), writes=(write,)))
             targets[write] = replace(plan.targets[job.name], dtype=DType.float32)
@@ -277,9 +282,13 @@ def _megatron_state(run: Run) -> CarriedRun:
     under our own keys random generator states and the optimizer's extra state."""
     settings = run.recipe.optimizer
     scheduler = megatron_scheduler(run.recipe, run.schedule, run.step)
-    adam = {"lr": run.learning_rate(run.step + 1), "betas": (settings.beta1, settings.beta2), "eps": settings.epsilon}
-    adam |= {"weight_decay": settings.weight_decay, "max_lr": scheduler["max_lr"], "min_lr": scheduler["min_lr"]}
-    common = {"optimizer": adam_in_megatron(adam, run.optimizer.steps), "opt_param_scheduler": scheduler}
+    of_both: dict[str, Any] = {"lr": run.learning_rate(run.step + 1), "weight_decay": settings.weight_decay}
+    of_both |= {"max_lr": scheduler["max_lr"], "min_lr": scheduler["min_lr"]}
+    adam = {"betas": (settings.beta1, settings.beta2), "eps": settings.epsilon, **of_both}
+    optimizer = adam_in_megatron(adam, run.optimizer.steps)
+    if settings.by_muon:
+        optimizer = muon_in_megatron({"momentum": settings.muon_momentum, **of_both}, optimizer)
+    common = {"optimizer": optimizer, "opt_param_scheduler": scheduler}
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     objects: dict[str, Any] = {RNG: {"torch_rng_state": torch.get_rng_state(), "cuda_rng_state": cuda}}
     if run.optimizer.extra_state:

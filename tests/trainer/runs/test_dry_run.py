@@ -123,7 +123,7 @@ def test_a_run_that_is_refused_for_its_data_leaves_nothing_and_an_older_folder_a
 def test_a_checkpoint_takes_what_its_tensors_take(place: Path) -> None:
     """Held to the files that a run has written, where each tensor is an archive of its own."""
     plan = dry_run(asked(place, {})).plan
-    each = checkpoint_bytes(plan.source)
+    each = checkpoint_bytes(plan.source, plan.recipe.optimizer)
     specs = TorchDistReader(place / "run", 2).specs.values()
     parameters = sum(spec.rows * spec.columns for spec in specs)
     assert each == (2 + 3 * 4) * parameters
