@@ -75,6 +75,8 @@ def launch(source: LaunchSource) -> Launch:
     pooled_loss = balance_of(source.reader, RouterSettings()).pooled_loss
     training = _training_options(source, pooled_loss)
     options += training
+    muon = _muon_options(source)
+    options += muon
     if source.recipe and source.recipe.optimizer.preset == "fp8-lm":  # kept as nearly as Megatron's own optimizer can
         dtypes = {"main_grads": "bf16", "main_params": "fp16", "exp_avg": "fp8", "exp_avg_sq": "fp16"}
         options += [("--use-distributed-optimizer",), ("--use-precision-aware-optimizer",)]
@@ -99,6 +101,7 @@ def launch(source: LaunchSource) -> Launch:
     notes += source.fp8_notes(source.gemms)
     if source.recipe and source.recipe.optimizer.preset == "fp8-lm":
         notes.append("masters and moments are kept as fp8-lm keeps them; gradients are BF16, and go between ranks so")
+    notes += [f"{flag} {said}" for flag, said in _MUON_CHANGED.items() if flag in {option[0] for option in muon}]
     if source.state:
         notes.append(
             "to go on in BF16, leave the --fp8 flags out, and convert with --precision bf16 so that no pickle is met"
@@ -210,6 +213,36 @@ def _training_options(source: LaunchSource, pooled_loss: float) -> list[Option]:
     options: list[Option] = [(_flag(name), str(value)) for name, value in found.items()]
     options += _balance_options(args, pooled_loss) if source.model.moe else []
     return [*options, ("--use-checkpoint-opt_param-scheduler",)] if scheduler else options
+
+
+def _muon_options(source: LaunchSource) -> list[Option]:
+    """The flags with which Megatron goes on with Muon. Its momentum's share is in the checkpoint's groups, too, the
+    others are not."""
+    args = source.reader.args if of_megatron(source.reader) else {}
+    if not source.has_optimizer or args.get("optimizer") != "muon":
+        return []
+    numbers = {name: args.get(name) for name in ("muon_momentum", "muon_num_ns_steps", "muon_extra_scale_factor")}
+    words = {name: args.get(name) for name, known in _MUON_WORDS.items() if args.get(name) in known}
+    found = {name: value for name, value in numbers.items() if isinstance(value, int | float)} | words
+    options: list[Option] = [("--optimizer", "muon"), *((_flag(name), str(value)) for name, value in found.items())]
+    if args.get("muon_nesterov") is True or args.get("muon_use_nesterov") is True:
+        options.append((_NESTEROV,))
+    if args.get("muon_split_qkv") is False:
+        options.append(("--muon-no-split-qkv",))
+    return options
+
+
+_MUON_WORDS = {
+    "muon_scale_mode": ("spectral", "unit_rms_norm", "shape_scaling"),
+    "muon_coefficient_type": ("simple",),  # the other one is every version's default
+    "muon_tp_mode": ("blockwise", "duplicated", "distributed"),
+}
+_NESTEROV = "--muon-use-nesterov"
+_MUON_CHANGED = {
+    _NESTEROV: "is --muon-nesterov from core 0.18 on",
+    "--muon-coefficient-type": "is there from core 0.17 on: before, Megatron has other coefficients",
+}
+"""Flags that not all versions of Megatron-LM with Muon have, from 0.16 on."""
 
 
 def _balance_options(args: Mapping[str, Any], pooled_loss: float) -> list[Option]:

@@ -47,22 +47,26 @@ def estimate(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: 
     mine = parameters.all // (ranks // recipe.parallel.replicate)
     fp8_lm = recipe.optimizer.preset == "fp8-lm"
     whole = alone or fp8_lm  # otherwise FSDP2 shards parameters, which are then their own master weights
-    masters, moments, gradient = (2, 1 + 2, 2) if fp8_lm else (4, 4 + 4, 4)
+    masters, gradient = (2, 2) if fp8_lm else (4, 4)
+    by_muon = mine * parameters.matrices_of_muon // parameters.all if recipe.optimizer.by_muon else 0
+    moments = 4 * (2 * mine - by_muon)  # Muon keeps one number of each
     several = recipe.train.batch_size * recipe.parallel.tensor // ranks > recipe.train.micro_batch_size
     after = max(2 * parameters.all if whole else 0, 0 if several else gradient * mine)
     codes = BytesKept.of(model, recipe, backend).codes if whole and several and recipe.casts_once else 0
     after += codes * sum(parameters.layers(recipe.parallel))  # until an update's last backward
     if fp8_lm:  # one tensor at a time is decoded, updated and encoded again
         after += 6 * 4 * max(tensor_sizes(model))
+    elif by_muon:  # one is orthogonalized: its average, in BF16, and what becomes of both
+        after += 20 * max(tensor_sizes(model))
     passes = pass_bytes(model, recipe, backend, partial(loss_bytes, gpu=gpu), kernels=gpu)
     most = max(after, passes)
     if recipe.train.graphs:  # graphs share no memory; each layer has its own input and gradient of its output
         tokens = recipe.data.sequence_length * recipe.train.micro_batch_size
         most = after + passes + (2 + 2) * model.hidden_size * tokens * model.num_layers
-    copies = (2 + 4 + 4 + 4) * mine if recipe.train.async_save and not gpu else 0
+    copies = (2 + 4) * mine + moments if recipe.train.async_save and not gpu else 0
     return Memory(
         weights=2 * mine if whole else 0,
-        optimizer=(masters + moments) * mine,
+        optimizer=masters * mine + ((1 + 2) * mine if fp8_lm else moments),
         gradients=(gradient if several else 0) * mine + (4 if recipe.guard.shadow_every else 0) * mine,
         passes=most + (0 if whole else _gathered(parameters, recipe.parallel, several)),
         process=(PROCESS_GPU if gpu else PROCESS if alone else PROCESS_OF_SEVERAL) + _histories(model, recipe) + copies,

@@ -12,11 +12,12 @@ from precisionctl.recipe import ParallelSettings
 @dataclass(frozen=True)
 class Parameters:
     """Numbers of parameters: of each layer's dense part, of each layer's experts, and outside of layers (including
-    multi-token prediction layers, which are not trained)."""
+    multi-token prediction layers, which are not trained); of these, those of embedding and output layer."""
 
     dense: tuple[int, ...]
     experts: tuple[int, ...]
     outside: int
+    vocabulary: int
 
     @staticmethod
     def of(model: ModelShape) -> "Parameters":
@@ -50,12 +51,18 @@ class Parameters:
             blocks = slice(None if model.mamba else -1, None)
             ahead = model.mtp_num_layers * (sum(alike.dense[blocks]) + sum(alike.experts[blocks]) + joining)
         per_layer = (model.padded_vocab_size + model.hidden_size) * model.per_layer_embed_size
-        outside = table * (2 - model.tied_embeddings) + places + per_layer + ahead + _head(model)
-        return Parameters(tuple(map(dense, layers)), tuple(map(experts, layers)), outside)
+        vocabulary = table * (2 - model.tied_embeddings)
+        outside = vocabulary + places + per_layer + ahead + _head(model)
+        return Parameters(tuple(map(dense, layers)), tuple(map(experts, layers)), outside, vocabulary)
 
     @property
     def all(self) -> int:
         return sum(self.dense) + sum(self.experts) + self.outside
+
+    @property
+    def matrices_of_muon(self) -> int:
+        """Of what Muon takes (`param.muon_takes`)."""
+        return self.all - self.vocabulary
 
     def layers(self, parallel: ParallelSettings) -> list[int]:
         """The parameters of each layer that a rank has while the layer computes."""

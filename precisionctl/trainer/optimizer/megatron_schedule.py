@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from precisionctl.errors import DamagedCheckpoint, damage, shown
-from precisionctl.recipe import Recipe
+from precisionctl.recipe import Optimizer, Recipe
 from precisionctl.untrusted.safe_pickle import is_count
 
 _SKIP = "Use --skip schedule: then the recipe's schedule begins at its start."
@@ -119,7 +119,14 @@ def training_args(recipe: Recipe, schedule: MegatronSchedule | None, position: i
         "train_iters": train.steps,
         "clip_grad": recipe.optimizer.clip_norm,
         **_schedule_args(recipe, schedule),
+        **(_muon_args(recipe.optimizer) if recipe.optimizer.by_muon else {}),
     }
+
+
+def _muon_args(settings: Optimizer) -> dict[str, object]:
+    """Muon's arguments, whose names the recipe's keys have. Tensor-parallel ranks orthogonalize a matrix as a whole."""
+    own = {key: value for key, value in vars(settings).items() if key.startswith("muon_")}
+    return {"optimizer": "muon", "muon_tp_mode": "duplicated", **own}
 
 
 def _schedule_args(recipe: Recipe, schedule: MegatronSchedule | None) -> dict[str, object]:

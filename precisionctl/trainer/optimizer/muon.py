@@ -8,7 +8,7 @@ its order, are Megatron's: megatron/core/optimizer/muon.py with emerging_optimiz
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle, islice
 
 import torch
@@ -20,7 +20,7 @@ from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import MOMENTUM, Kind, muon_takes
 from precisionctl.recipe import Optimizer
 from precisionctl.trainer.optimizer.adamw import MasterAdamW, is_decayed, with_state
-from precisionctl.trainer.parallel.shards import UNSHARDED, ModelShards
+from precisionctl.trainer.parallel.shards import UNSHARDED, ModelShards, is_turn
 from precisionctl.trainer.parallel.world import local
 
 _COEFFICIENTS: Mapping[str, tuple[tuple[float, float, float], ...]] = {
@@ -85,8 +85,8 @@ def check(model: ModelShape, settings: Optimizer) -> None:
 
 class MasterMuon(MasterAdamW):
     """Muon as the optimizer of a run (`adamw.RunOptimizer`). `momentum` has, by name, the FP32 average of a matrix's
-    gradients, sharded like it. To orthogonalize it, all ranks that share a matrix put it together, and each takes its
-    own part of the result."""
+    gradients, sharded like it. It is orthogonalized as a whole: ranks among which FSDP2 shards matrices take one each,
+    put all of them together, and give the results to each other."""
 
     def __init__(
         self, module: nn.Module, model: ModelShape, settings: Optimizer, shards: ModelShards = UNSHARDED
@@ -102,22 +102,31 @@ class MasterMuon(MasterAdamW):
         return {**super().tensors, MOMENTUM: self.momentum}
 
     def step(self, lr: float, skip: Tensor | None = None) -> None:
+        trained, at_once = [name for name in self.gradients if name in self.momentum], self._shards.world.sharing
         with torch.no_grad():
-            for name, momentum in self.momentum.items():
-                if (gradient := self.masters[name].grad) is not None:
-                    self._update(name, local(momentum), local(gradient), lr, skip)
+            for first in range(0, len(trained), at_once):
+                self._update(trained[first : first + at_once], lr, skip)
         super().step(lr, skip)
 
-    def _update(self, name: str, momentum: Tensor, gradient: Tensor, lr: float, skip: Tensor | None) -> None:
-        parameter, beta = self.masters[name], self._settings.muon_momentum
-        master, decay = local(parameter), self._settings.weight_decay if is_decayed(name, parameter) else 0.0
-        average = momentum.lerp(gradient, 1 - beta)
-        direction = gradient.lerp(average, beta) if self._settings.muon_nesterov else average
-        whole = self._orthogonalized(name, self._shards.gathered(name, direction, parameter))
-        updated = master.add(master, alpha=-decay * lr)
-        updated.add_(self._shards.own_part(name, whole, parameter), alpha=-lr)
-        for kept, new in ((momentum, average), (master, updated)):
-            kept.copy_(new if skip is None else torch.where(skip, kept, new))
+    def _update(self, names: Sequence[str], lr: float, skip: Tensor | None) -> None:
+        """Update some matrices: at most as many as there are ranks that share them."""
+        averages, mine, gradients = {}, {}, self.gradients
+        for number, name in enumerate(names):
+            parameter, beta = self.masters[name], self._settings.muon_momentum
+            gradient = local(gradients[name])
+            averages[name] = average = local(self.momentum[name]).lerp(gradient, 1 - beta)
+            direction = gradient.lerp(average, beta) if self._settings.muon_nesterov else average
+            whole = self._shards.gathered(name, direction, parameter)
+            if is_turn(number, parameter):
+                mine[name] = whole
+        made = {name: self._orthogonalized(name, whole) for name, whole in mine.items()}
+        for number, name in enumerate(names):
+            parameter = self.masters[name]
+            master, decay = local(parameter), self._settings.weight_decay if is_decayed(name, parameter) else 0.0
+            update = self._shards.given_part(name, made.pop(name, None), parameter, number)
+            updated = master.add(master, alpha=-decay * lr).add_(update, alpha=-lr)
+            for kept, new in ((local(self.momentum[name]), averages.pop(name)), (master, updated)):
+                kept.copy_(new if skip is None else torch.where(skip, kept, new))
 
     def _orthogonalized(self, name: str, matrix: Tensor) -> Tensor:
         """As `orthogonalized`; of a linear_qkv queries, keys and values each by themselves."""

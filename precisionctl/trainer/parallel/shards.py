@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -142,8 +143,17 @@ class ModelShards:
                 _in_box(whole_matrix, box).copy_(rows)
         return whole_matrix
 
-    def own_part(self, name: str, whole_matrix: Tensor, parameter: Tensor) -> Tensor:
-        """The inverse of `gathered`: this rank's part, as a plain tensor."""
+    def given_part(self, name: str, made: Tensor | None, parameter: Tensor, number: int) -> Tensor:
+        """The inverse of `gathered`: this rank's part of a matrix, as a plain tensor. The rank whose turn `number` is
+        has `made` the whole, FP32, and gives it to the others."""
+        whole_matrix = made
+        if isinstance(parameter, DTensor):
+            ranks = parameter.device_mesh["shard"]
+            if made is None:
+                made = parameter.to_local().new_empty(self.tensors[name].spec.shape, dtype=torch.float32)
+            whole_matrix, group = made.contiguous(), ranks.get_group()
+            dist.broadcast(whole_matrix, dist.get_global_rank(group, number % ranks.size()), group)
+        assert whole_matrix is not None, "a parameter that is not sharded is every rank's turn"
         if self.world.tensor.size > 1 and self._is_sharded(name):
             whole_matrix = torch.cat([_in_box(whole_matrix, box) for box in self.tensors[name].boxes])
         first, rows = local_rows(parameter)
@@ -171,6 +181,15 @@ class ModelShards:
 
 UNSHARDED = ModelShards({})
 """Of one process, which has all of each parameter."""
+
+
+def is_turn(number: int, parameter: Tensor) -> bool:
+    """Whether it is this rank's turn to do the `number`-th of several things, among those that FSDP2 has sharded a
+    parameter over."""
+    if not isinstance(parameter, DTensor):
+        return True
+    ranks = parameter.device_mesh["shard"]
+    return number % ranks.size() == ranks.get_local_rank()
 
 
 def _in_box(matrix: Tensor, box: Box) -> Tensor:

@@ -69,6 +69,11 @@ class World:
         return self._mesh is not None and not self._whole
 
     @property
+    def sharing(self) -> int:
+        """The number of ranks among which FSDP2 shards a parameter, but for those of experts."""
+        return self._mesh["shard"].size() if self.shards_parameters and self._mesh else 1
+
+    @property
     def writes(self) -> bool:
         """Whether this rank saves its part of the model, as the ranks of the first copy do."""
         return self._mesh is None or self._mesh.get_local_rank("replicate") == 0

@@ -39,6 +39,7 @@ from precisionctl.trainer.model.loss import loss
 from precisionctl.trainer.model.recurrent.recurrence import CHUNK
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
 from precisionctl.trainer.optimizer.fp8_lm import Fp8LmAdamW
+from precisionctl.trainer.optimizer.muon import MasterMuon
 from precisionctl.trainer.parallel.world import ALONE
 from precisionctl.trainer.passes import backward
 from precisionctl.trainer.run_plan import BUNDLED
@@ -188,8 +189,11 @@ def measured(model: ModelShape, made: Recipe) -> int:
     code_values(torch.zeros(2, dtype=torch.float8_e4m3fn))  # makes the table for pairs of codes, once in a process
     with Live() as live:
         gpt = GPT(model, made.precision, recompute=train.recompute == "layer")
-        fp8_lm = made.optimizer.preset == "fp8-lm"
-        optimizer = Fp8LmAdamW(gpt, made.optimizer) if fp8_lm else MasterAdamW(gpt, made.optimizer)
+        optimizer = {
+            "adamw": lambda: MasterAdamW(gpt, made.optimizer),
+            "fp8-lm": lambda: Fp8LmAdamW(gpt, made.optimizer),
+            "muon": lambda: MasterMuon(gpt, model, made.optimizer),
+        }[made.optimizer.preset]()
         for _ in range(2):
             for _ in range(train.batch_size // train.micro_batch_size):
                 backward(gpt, make_batch([[row]] * train.micro_batch_size, 0, 1), length * train.batch_size)
@@ -227,6 +231,7 @@ def test_histories_are_those_of_all_roles_of_the_linears_that_keep_state(family:
 
 
 FP8_LM, RECOMPUTED = {"optimizer__preset": "fp8-lm"}, {**LONG, "train__recompute": "layer"}
+MUON = {"optimizer__preset": "muon"}
 
 
 @pytest.mark.parametrize(
@@ -236,9 +241,11 @@ FP8_LM, RECOMPUTED = {"optimizer__preset": "fp8-lm"}, {**LONG, "train__recompute
         ("llama-2", {}, "fp8-delayed"),
         ("llama-2", FP8_LM, "bf16"),
         ("llama-2", LONG, "nvfp4"),
+        ("llama-2", MUON, "bf16"),
         *in_soak(
             ("llama-2", RECOMPUTED, "fp8-delayed"), ("jamba", {}, "fp8-delayed"), ("llama-2", RECOMPUTED, "nvfp4")
         ),
+        *in_soak(("llama-2", MUON | {"train__batch_size": 1}, "bf16"), ("mixtral", MUON, "bf16")),
         *in_soak(("llama-2", FP8_LM, "fp8-delayed"), ("llama-2", RECOMPUTED, "bf16"), ("jamba", {}, "bf16")),
         *in_soak(
             *(
