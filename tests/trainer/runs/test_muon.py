@@ -1,0 +1,282 @@
+"""Muon: its updates against Megatron-Core's and PyTorch's, its checkpoints, what goes on from them."""
+
+import math
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import repository
+import torch
+from pico import shape
+from safetensors.torch import load_file
+from soaking import in_soak
+from torch import Tensor, nn
+from training import contents, make_source, make_text, run, settings
+
+from precisionctl.checkpoints.base import WithOptimizer
+from precisionctl.checkpoints.chunks import read_tensor
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
+from precisionctl.errors import CheckpointError, MissingTensor, RecipeError
+from precisionctl.param import Parallelism
+from precisionctl.recipe import Optimizer
+from precisionctl.trainer.optimizer import muon
+from precisionctl.trainer.optimizer.muon import MasterMuon, orthogonalized
+from precisionctl.trainer.resume import resume
+
+GOLDEN = repository.GOLDEN / "muon.safetensors"
+SETTINGS = Optimizer(preset="muon", weight_decay=0.1, clip_norm=0.0)
+MUON = {"optimizer__preset": "muon", "optimizer__muon_extra_scale_factor": 0.2}
+LLAMA = replace(shape("llama-3"), num_attention_heads=4, num_query_groups=2, kv_channels=4)
+QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def module(**values: Tensor) -> nn.Module:
+    """A module with these parameters, `__` in a name for a dot, and an embedding."""
+    made = nn.Module()
+    for name, value in {"embedding__word_embeddings__weight": torch.ones(3, 2), **values}.items():
+        *path, last = name.split("__")
+        here = made
+        for part in path:
+            if not hasattr(here, part):
+                here.add_module(part, nn.Module())
+            here = here.get_submodule(part)
+        here.register_parameter(last, nn.Parameter(value.clone()))
+    return made
+
+
+def step(optimizer: MasterMuon, gradients: dict[str, Tensor], lr: float, skip: bool = False) -> None:
+    for name, gradient in gradients.items():
+        optimizer.masters[name].grad = gradient.clone()
+    optimizer.step(lr, torch.tensor(skip))
+
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        ("plain", {}),
+        ("tall", {"muon_nesterov": True, "muon_scale_mode": "unit_rms_norm"}),
+        (
+            "simple",
+            {
+                "muon_coefficient_type": "simple",
+                "muon_scale_mode": "shape_scaling",
+                "muon_extra_scale_factor": 0.2,
+            },
+        ),
+        ("split", {}),
+    ],
+)
+def test_updates_are_those_of_megatron_core(case: str, changes: dict[str, Any]) -> None:
+    """On the CPU that made the file they are the same bit by bit; another sums products of BF16 in another order, which
+    changes an update by a few 2^-8 of itself."""
+    golden = load_file(GOLDEN)
+    name = QKV if case == "split" else "linear.weight"
+    made = module(**{name.replace(".", "__"): golden[f"{case}.before"]})
+    optimizer = MasterMuon(made, LLAMA, replace(SETTINGS, **changes))
+    for update in range(5):
+        step(optimizer, {name: golden[f"{case}.gradient.{update}"]}, 0.02)
+    after, moved = golden[f"{case}.after"], golden[f"{case}.after"] - golden[f"{case}.before"]
+    assert (made.get_parameter(name) - after).norm() < 2**-5 * moved.norm()
+    assert torch.allclose(optimizer.momentum[name], golden[f"{case}.momentum"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows_and_columns", [(16, 16), (32, 8), (8, 32)])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_step_is_torch_s_bit_by_bit_where_both_round_alike(rows_and_columns: Any, nesterov: bool) -> None:
+    """PyTorch rounds to BF16 before it divides by the norm, and Megatron after. The average of signs is a power of two,
+    and so is its norm, so that neither rounds. The scale is a power of two or 1, and multiplies another factor."""
+    signs = torch.randn(rows_and_columns, generator=torch.Generator().manual_seed(0)).sign()
+    weight = torch.randn(rows_and_columns, generator=torch.Generator().manual_seed(1))
+    theirs = nn.Parameter(weight.clone())
+    judge = torch.optim.Muon([theirs], lr=2**-6, weight_decay=2**-4, momentum=0.5, nesterov=nesterov)
+    theirs.grad = signs.clone()
+    judge.step()
+    same = {"muon_coefficient_type": "simple", "muon_scale_mode": "shape_scaling", "muon_momentum": 0.5}
+    made = module(linear__weight=weight)
+    optimizer = MasterMuon(made, LLAMA, replace(SETTINGS, weight_decay=2**-4, muon_nesterov=nesterov, **same))
+    step(optimizer, {"linear.weight": signs}, 2**-6)
+    assert torch.equal(optimizer.momentum["linear.weight"], judge.state[theirs]["momentum_buffer"])
+    assert torch.equal(made.get_parameter("linear.weight"), theirs)
+
+
+def test_twenty_steps_are_torch_s_but_for_what_bf16_rounds() -> None:
+    """Each of an update's products rounds to 2^-9, and steps whose slope at zero is 3.4 enlarge that where a singular
+    value is small; the averages themselves are in FP32 in both."""
+    pick = torch.Generator().manual_seed(0)
+    weight = torch.randn(24, 40, generator=pick)
+    theirs = nn.Parameter(weight.clone())
+    judge = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    same = {"muon_coefficient_type": "simple", "muon_nesterov": True, "muon_momentum": 0.95}
+    made = module(linear__weight=weight)
+    optimizer = MasterMuon(made, LLAMA, replace(SETTINGS, muon_extra_scale_factor=0.2, **same))
+    for _ in range(20):
+        theirs.grad = torch.randn(24, 40, generator=pick)
+        step(optimizer, {"linear.weight": theirs.grad}, 0.02)
+        judge.step()
+        assert torch.equal(optimizer.momentum["linear.weight"], judge.state[theirs]["momentum_buffer"])
+    ours = made.get_parameter("linear.weight")
+    assert (ours - theirs).norm() < 2**-5 * (theirs - weight).norm()
+
+
+@pytest.mark.parametrize("rows_and_columns", [(24, 40), (40, 24), (1, 8)])
+def test_singular_values_go_to_one_and_vectors_stay(rows_and_columns: Any) -> None:
+    """As by a decomposition in FP64; the coefficients of `quintic` leave values between 0.8 and 1.2."""
+    matrix = torch.randn(rows_and_columns, generator=torch.Generator().manual_seed(0))
+    u, _, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+    made = orthogonalized(matrix, replace(SETTINGS, muon_scale_mode="unit_rms_norm"))
+    inside = u.mT @ (made.double() / math.sqrt(rows_and_columns[0] / rows_and_columns[1])) @ v.mT
+    values = inside.diagonal()
+    assert 0.7 < values.min() and values.max() < 1.3
+    assert (inside - torch.diag(values)).abs().max() < 0.1
+
+
+def test_matrices_are_muons_but_for_embedding_and_output_layer() -> None:
+    """As megatron/core/optimizer/muon.py asks: is_embedding_or_output_parameter, and two dimensions."""
+    two = {"router__weight": (4, 2), "experts__linear_fc1__weight0": (4, 2), "embedding__position_embeddings": (4, 2)}
+    others = {"output_layer__weight": (4, 2), "conv1d__weight": (4, 1, 2), "norm__weight": (4,)}
+    made = module(**{name: torch.ones(size) for name, size in {**two, **others}.items()})
+    optimizer = MasterMuon(made, LLAMA, SETTINGS)
+    assert {name.replace(".", "__") for name in optimizer.momentum} == set(two)
+    rest = {name.replace("__", ".") for name in others} | {EMBEDDING}
+    assert {*optimizer.exp_avg} == {*optimizer.exp_avg_sq} == rest
+    assert {*optimizer.masters} == {*optimizer.momentum} | rest
+
+
+def test_a_step_with_nan_is_skipped_in_every_tensor() -> None:
+    made = module(linear__weight=torch.randn(4, 6))
+    optimizer = MasterMuon(made, LLAMA, SETTINGS)
+    good = {"linear.weight": torch.randn(4, 6), EMBEDDING: torch.ones(3, 2)}
+    step(optimizer, good, 0.1)
+    before = {(kind, name): each.clone() for kind, all_of in optimizer.tensors.items() for name, each in all_of.items()}
+    step(optimizer, {name: gradient * math.nan for name, gradient in good.items()}, 0.1, skip=True)
+    now = {(kind, name): each for kind, all_of in optimizer.tensors.items() for name, each in all_of.items()}
+    assert all(torch.equal(now[key], value) for key, value in before.items())
+    assert optimizer.steps == 1 and not optimizer.gradients
+    step(optimizer, {name: gradient * 0 for name, gradient in good.items()}, 0.1)
+    assert all(each.isfinite().all() for all_of in optimizer.tensors.values() for each in all_of.values())
+
+
+def test_rows_of_a_group_are_split_as_megatron_splits_them() -> None:
+    """`_get_qkv_split_shapes` (core 0.19): with gates, as many rows of these as of queries."""
+    assert muon.qkv_rows(LLAMA, 0) == (8, 4, 4)
+    assert muon.qkv_rows(replace(LLAMA, attention_output_gate=True), 0) == (8, 8, 4, 4)
+    behind = replace(LLAMA, head_wise_attn_gate=True)
+    with pytest.raises(RecipeError, match=r"muon_split_qkv=false"):
+        muon.check(behind, SETTINGS)
+    muon.check(behind, replace(SETTINGS, muon_split_qkv=False))
+    muon.check(behind, Optimizer())
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, text, and a run of each optimizer to step 4."""
+    folder = tmp_path_factory.mktemp("muon")
+    make_source(folder / "source")
+    make_text(folder / "text.txt")
+    make_text(folder / "more.txt", seed=1)
+    for preset in ("muon", "adamw"):
+        run(train_on(folder / "source", folder, folder / preset, preset, 4))
+    return folder
+
+
+def train_on(source: Path, place: Path, out: Path, preset: str, steps: int, text: str = "text.txt", **more: Any) -> Any:
+    of_muon = MUON if preset == "muon" else {}
+    return settings(source, place / text, out, train__steps=steps, **of_muon, **more)
+
+
+def state_of(folder: Path) -> dict[str, Tensor]:
+    """The optimizer's tensors in a checkpoint."""
+    source = WithOptimizer(TorchDistReader(folder))
+    return {name: read_tensor(source, name) for name in source.specs if name.startswith("optimizer.")}
+
+
+def test_the_loss_falls_as_with_adamw_and_each_matrix_has_a_momentum(place: Path, tmp_path: Path) -> None:
+    _, _, losses = run(train_on(place / "source", place, tmp_path / "run", "muon", 8))
+    assert losses[-1] < losses[0] - 0.5
+    kinds: dict[str, set[str]] = {}
+    for name in state_of(tmp_path / "run"):
+        kind, _, parameter = name.removeprefix("optimizer.state.").partition(".")
+        kinds.setdefault(parameter, set()).add(kind)
+    linear = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
+    for parameter, has in kinds.items():
+        muons = parameter.endswith(linear)
+        assert has == ({"param", "momentum_buffer"} if muons else {"param", "exp_avg", "exp_avg_sq"}), parameter
+
+
+def test_a_run_that_was_stopped_goes_on_with_every_bit(place: Path, tmp_path: Path) -> None:
+    made = train_on(place / "source", place, tmp_path / "run", "muon", 4)
+    stopped = resume(made, lambda _: None, lambda m: os.kill(os.getpid(), signal.SIGTERM) if m.step == 3 else None)
+    assert stopped.step == 3
+    run(made)
+    assert contents(tmp_path / "run" / "iter_0000004") == contents(place / "muon" / "iter_0000004")
+
+
+def test_momentum_goes_to_megatron_and_back_into_a_run(place: Path, tmp_path: Path) -> None:
+    """For two tensor ranks, with the settings that Megatron's two optimizers ask for; on from there is on from here."""
+    execute(plan_command(Request(place / "muon", tmp_path / "cut", "megatron", parallelism=Parallelism(2))))
+    held, before = state_of(tmp_path / "cut"), state_of(place / "muon")
+    assert held.keys() == before.keys()
+    assert all(torch.equal(held[name][: len(each)], each) for name, each in before.items())  # the vocabulary is padded
+    assert all(values.any() for name, values in held.items() if "momentum_buffer" in name)
+    first, second = (one["optimizer"] for one in TorchDistReader(tmp_path / "cut").common["optimizer"].values())
+    (group,) = first["param_groups"]
+    assert (group["momentum_beta"], group["momentum"], group["weight_decay"]) == (0.9, 0.9, 0.1)
+    assert (second["state"]["common_step"], second["param_groups"][0]["betas"]) == (4, (0.9, 0.95))
+    changed = {"optimizer__muon_momentum": 0.95}
+    again = [
+        run(train_on(source, place, tmp_path / f"on {number}", "muon", 6, "more.txt", **changed))
+        for number, source in enumerate((place / "muon", tmp_path / "cut"))
+    ]
+    assert again[0][2] == again[1][2]
+    (said,) = (note for note in again[1][0].notes if note.startswith("optimizer: "))
+    assert said.startswith("optimizer: masters, moments and momentum of the checkpoint, after 4 updates")
+    assert "muon_momentum 0.9, here 0.95 (--set optimizer.muon_momentum=0.9 keeps it)" in said
+    for container in ("dcp", "deepspeed-universal"):
+        with pytest.raises(CheckpointError, match=r"Muon.*goes to Megatron alone.*--drop-optimizer"):
+            execute(plan_command(Request(place / "muon", tmp_path / container, "hf", container=container)))
+
+
+def test_what_adamw_trained_goes_on_with_momentum_of_zeros_and_what_it_has_besides(place: Path, tmp_path: Path) -> None:
+    """With a rate of nothing the masters and moments that come out are those that went in."""
+    still = {"optimizer__lr": 0.0, "optimizer__beta1": 0.0, "train__save_every": 5}
+    started, _, _ = run(train_on(place / "adamw", place, tmp_path / "on", "muon", 5, "more.txt", **still))
+    assert any("AdamW trained the checkpoint's matrices: their moments are left" in note for note in started.notes)
+    before, after = state_of(place / "adamw"), state_of(tmp_path / "on")
+    assert all(torch.equal(after[name], values) for name, values in before.items() if ".param." in name)
+    own = [name for name in after if ".exp_avg_sq." in name]
+    rest = {name: after[name] - 0.95 * before[name] for name in own}
+    assert own and all((each > -1e-6).all() for each in rest.values())  # what one more squared gradient adds
+    assert TorchDistReader(tmp_path / "on").common["optimizer"][1]["optimizer"]["state"]["common_step"] == 5
+
+
+@pytest.mark.parametrize("preset", ["adamw", *in_soak("fp8-lm")])
+def test_what_muon_trained_has_no_moments_for_adamw(place: Path, tmp_path: Path, preset: str) -> None:
+    made = settings(place / "muon", place / "more.txt", tmp_path / "on", train__steps=6, optimizer__preset=preset)
+    with pytest.raises(CheckpointError, match=rf"no moments for optimizer\.preset = {preset}.*preset=muon.*--skip opt"):
+        run(made)
+    started, _, _ = run(replace(made, skip=frozenset({"optimizer"})))
+    assert any("optimizer state is left behind" in note for note in started.notes)
+
+
+def test_momentum_of_other_parameters_is_refused(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a Muon that left linear_proj to AdamW."""
+    whole = TorchDistReader.optimizer_specs.fget  # type: ignore[attr-defined]
+
+    def without(reader: TorchDistReader) -> Any:
+        specs = dict(whole(reader))
+        name = "decoder.layers.0.self_attention.linear_proj.weight"
+        specs[f"optimizer.state.exp_avg.{name}"] = specs.pop(f"optimizer.state.momentum_buffer.{name}")
+        return specs
+
+    monkeypatch.setattr(TorchDistReader, "optimizer_specs", property(without))
+    with pytest.raises(
+        MissingTensor, match=r"(?s)momentum_buffer.*linear_proj.*exp_avg.*linear_proj.*--skip optimizer"
+    ):
+        run(train_on(place / "muon", place, tmp_path / "on", "muon", 6, "more.txt"))
