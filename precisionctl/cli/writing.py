@@ -167,12 +167,13 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
     type=Choice(
         [
             *("static", "dynamic", "block", "mxfp8", "nvfp4", "nvfp4a16", "mxfp4", "w4a16"),
-            *("bf16", "f16", "q8_0", "q4_0", "4bit", "8bit"),
+            *("bf16", "f16", "q8_0", "q6_k", "q5_k_m", "q5_k_s", "q4_k_m", "q4_k_s", "q4_0", "4bit", "8bit"),
         ]
     ),
     help="FP8: static (recorded input scales), dynamic (per token), block (per 128 values), mxfp8 (per 32). Four bits: "
     "nvfp4 (recorded input scales), mxfp4 (per 32), nvfp4a16 and w4a16 (weights only). Default: the best FP8 scheme. "
-    "For llama.cpp: bf16 (the default), f16, q8_0, q4_0; mxfp4 and nvfp4 keep such codes of the source. "
+    "For llama.cpp: bf16 (the default), f16, q8_0, q4_0, and the K-quants between these; mxfp4 and nvfp4 keep such "
+    "codes of the source. "
     "For mlx: bf16 (the default), f16, 4bit, 8bit, mxfp4, mxfp8, nvfp4.",
 )
 @click.option(

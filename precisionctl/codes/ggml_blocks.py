@@ -1,7 +1,7 @@
 """Codes in ggml's blocks: each has its scale before its codes, so a row of values is a row of bytes.
 
-Source: ggml's ggml-quants.c (quantize_row_q8_0_ref, quantize_row_q4_0_ref), ggml-common.h (block_mxfp4, block_nvfp4).
-How blocks are laid out and decoded is in `ggml_formats.py`.
+Source: ggml's ggml-quants.c (quantize_row_q8_0_ref and its like of Q4_0, Q5_0 and Q5_1), ggml-common.h (block_mxfp4,
+block_nvfp4). How blocks are laid out and decoded is in `ggml_formats.py`; K-quants are made in `ggml_k_quants.py`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from precisionctl.codes.elements import E2M1, INT4, INT8, CodesInRows, KeptCodes, Packing
+from precisionctl.codes import numerics
+from precisionctl.codes.elements import E2M1, INT4, INT8, CodesInRows, Element, KeptCodes, Packing
 from precisionctl.codes.ggml_formats import named
+from precisionctl.codes.ggml_k_quants import q4_k, q5_k, q6_k
 from precisionctl.dtypes import DType
 from precisionctl.torch_when_used import torch
 
@@ -19,6 +21,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from precisionctl.codes.ggml_formats import BlockFormat
+
+
+_INT5 = Element("INT5", DType.uint8, "int5", 15.0, 15.5, bits=5)
+_INT6 = Element("INT6", DType.uint8, "int6", 31.0, 31.5, bits=6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,21 +79,43 @@ _BELOW_HALF = 0.5 - 2.0**-25
 def _q4_0(values: Tensor) -> Tensor:
     """An FP16 scale, by which the largest magnitude becomes -8, and 16 bytes: code i is in the low half of byte i, code
     16 + i in its high half. A code is the number plus 8."""
-    scale = _of_largest_magnitude(values) / -8
-    codes = (values * _inverse(scale)).add_(8.5).clamp_(0, 15).to(torch.uint8)
+    scale, codes = _around(values, 8)
+    return torch.cat([_fp16(scale), _in_halves(codes)], 1)
+
+
+def _q5_0(values: Tensor) -> Tensor:
+    """The same by which the largest becomes -16, with 4 bytes of the codes' fifth bits before the others."""
+    scale, codes = _around(values, 16)
+    return torch.cat([_fp16(scale), _fifth_bits(codes), _in_halves(codes & 15)], 1)
+
+
+def _around(values: Tensor, zero: int) -> tuple[Tensor, Tensor]:
+    """FP32 scales, and codes of which `zero` stands for 0. Of scales without an inverse ggml makes codes of 0."""
+    scale = numerics.of_largest_magnitude(values) / -zero
+    inverse = _inverse(scale)
+    codes = (values * inverse).add_(zero + 0.5).clamp_(0, 2 * zero - 1).masked_fill_(inverse.isinf(), 0)
+    return scale, codes.to(torch.uint8)
+
+
+def _q5_1(values: Tensor) -> Tensor:
+    """An FP16 scale, a 31st of the values' range, their FP16 minimum, and codes as in Q5_0."""
+    lowest, highest = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
+    scale = (highest - lowest) / torch.tensor(31.0)  # by a number PyTorch multiplies with its inverse
+    codes = (values - lowest).mul_(_inverse(scale)).add_(0.5).to(torch.uint8)
+    if len(zero := (lowest == 0).view(-1).nonzero().view(-1)):  # of 0 and -0 the first
+        rows = values[zero]
+        lowest[zero] = rows.gather(1, (rows == 0).to(torch.uint8).argmax(1, keepdim=True))
+    return torch.cat([_fp16(scale), _fp16(lowest), _fifth_bits(codes), _in_halves(codes & 15)], 1)
+
+
+def _fifth_bits(codes: Tensor) -> Tensor:
+    places = torch.arange(8, dtype=torch.uint8)
+    return ((codes >> 4).view(-1, 4, 8) << places).sum(2, dtype=torch.uint8)
+
+
+def _in_halves(codes: Tensor) -> Tensor:
     low, high = codes.chunk(2, 1)
-    return torch.cat([_fp16(scale), low | (high << 4)], 1)
-
-
-def _of_largest_magnitude(values: Tensor) -> Tensor:
-    """Of each row the value of the largest magnitude, `[rows, 1]`; of a number and its negative the first. `argmax`
-    takes five times as long as two extremes."""
-    low, high = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
-    found = torch.where(high > -low, high, low)
-    if len(both := (high == -low).view(-1).nonzero().view(-1)):
-        rows = values[both]
-        found[both] = rows.gather(1, rows.abs().argmax(1, keepdim=True))
-    return found
+    return low | (high << 4)
 
 
 def _inverse(scale: Tensor) -> Tensor:
@@ -98,12 +126,21 @@ def _fp16(scale: Tensor) -> Tensor:
     return scale.half().view(torch.uint8)
 
 
-ENCODED = {"Q8_0": (INT8, _q8_0, 127), "Q4_0": (INT4, _q4_0, 8)}
-"""Of each format that is made here: its element, what makes its blocks, and the code of the largest magnitude."""
+ENCODED = {
+    "Q8_0": (INT8, _q8_0, 127),
+    "Q4_0": (INT4, _q4_0, 8),
+    "Q5_0": (_INT5, _q5_0, 16),
+    "Q5_1": (_INT5, _q5_1, 1),
+    "Q4_K": (INT4, q4_k, 48),
+    "Q5_K": (_INT5, q5_k, 48),
+    "Q6_K": (_INT6, q6_k, 112 * 32),
+}
+"""Of each format that is made here: its element, what makes its blocks, and the code of the largest magnitude. Q5_1's
+minimum is FP16, too. Scales and minimums of K-quants, which are searched, need some room below 63 and 127."""
 
 
 def blocks_of(form: BlockFormat) -> GgmlBlocks:
-    """How codes are made in a format, Q8_0 or Q4_0."""
+    """How codes are made in a format of `ENCODED`."""
     element, encoded, most = ENCODED[form.name]
     return GgmlBlocks(form.name, element, DType.uint8, format=form, encoded=encoded, most=most)
 

@@ -83,6 +83,17 @@ def _zeros(bits: Tensor) -> int:
     return bits.numel() - int(np.count_nonzero(bits.numpy() & torch.iinfo(bits.dtype).max))
 
 
+def of_largest_magnitude(values: Tensor) -> Tensor:
+    """Of each row the value of the largest magnitude, `[rows, 1]`; of a number and its negative the first, and no -0.
+    `argmax` takes five times as long as two extremes."""
+    low, high = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
+    found = torch.where(high > -low, high, low)
+    if len(both := (high == -low).view(-1).nonzero().view(-1)):
+        rows = values[both]
+        found[both] = rows.gather(1, rows.abs().argmax(1, keepdim=True))
+    return found.add_(0.0)
+
+
 def _largest_magnitude(values: Tensor) -> Tensor:
     low, high = torch.aminmax(values)
     return torch.maximum(-low, high).float()

@@ -22,7 +22,7 @@ from precisionctl.checkpoints.gguf.rotary_tensors import rotary_tensors
 from precisionctl.checkpoints.gguf.towers.mmproj_file import is_mmproj
 from precisionctl.checkpoints.gguf.writer import GgufContents
 from precisionctl.checkpoints.hf_directory.companions import LICENCE
-from precisionctl.checkpoints.hf_directory.config_json import config_dtype, made_config
+from precisionctl.checkpoints.hf_directory.config_json import made_config
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
 from precisionctl.codes.ggml_blocks import BlocksInRows
 from precisionctl.commands.build import Result
@@ -33,9 +33,17 @@ from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError, UnknownArchitecture, shown
-from precisionctl.export.gguf.gguf_plan import FILE_TYPES, KEPT, GgufPlan, GgufType, in_gguf
+from precisionctl.export.gguf.gguf_plan import (
+    FILE_TYPES,
+    KEPT,
+    GgufPlan,
+    GgufType,
+    ValuesType,
+    in_gguf,
+    type_of_values,
+)
 from precisionctl.export.gguf.gguf_tokenizer import tokenizer_metadata
-from precisionctl.export.gguf.towers_plan import TowerType
+from precisionctl.export.gguf.k_quant_mixtures import MIXTURES
 from precisionctl.export.model_card import NAME, Card, path_in_command
 from precisionctl.export.weight_encodings import stored_weight_encodings
 from precisionctl.model.model_shape import ModelShape
@@ -58,7 +66,7 @@ def for_llama_cpp(source: Source) -> Result:
         what = f"llama.cpp takes {shown(destination.name)} for towers, as mmproj is in the name"
         raise PrecisionError(what, do="Choose another name for the result.")
     family = of_llama_cpp(model)  # first, as no type and no tokenizer would help
-    of_values: TowerType = "f16" if config_dtype(source.plan.targets) == DType.float16.value else "bf16"
+    of_values = type_of_values(source.plan)
     type_ = request.gguf_type or of_values
     codes = _Codes.of(reader)
     gguf = codes.kept_in(source.plan, type_)
@@ -109,7 +117,8 @@ def for_llama_cpp(source: Source) -> Result:
         codes=type_.upper(),
     )
     scales = codes.global_scales(gguf.kept, type_) | rotary_tensors(model)
-    plan, files = gguf.plan, [GgufContents(name, metadata, gguf.plan.targets, scales)]
+    plan, quantized = gguf.plan, type_ in MIXTURES
+    files = [GgufContents(name, metadata, gguf.plan.targets, scales, quantized)]
     if mmproj:
         plan = replace(plan, jobs=plan.jobs + mmproj.plan.jobs, targets={**plan.targets, **mmproj.plan.targets})
         files.append(mmproj.contents)
@@ -284,7 +293,7 @@ def _of_main_type(text: Plan, towers: Plan | None, codes: BlocksInRows | None) -
 
 
 def _towers(
-    source: Source, name: str, kind: TowerType, about: Callable[[Plan], Metadata]
+    source: Source, name: str, kind: ValuesType, about: Callable[[Plan], Metadata]
 ) -> tuple[Mmproj | None, list[str]]:
     """The second file of a wrapper, if there is one, and notes on it, or on why there is none."""
     if (wrapper := source.plan.model.wrapper) is None:

@@ -13,8 +13,8 @@ from precisionctl.checkpoints.gguf.towers import tower_of
 from precisionctl.checkpoints.gguf.towers.mmproj_file import OF_TOWERS
 from precisionctl.checkpoints.gguf.writer import GgufContents
 from precisionctl.dtypes import DType
-from precisionctl.export.gguf.gguf_plan import FILE_TYPES
-from precisionctl.export.gguf.towers_plan import TowerType, token_embedding, towers_in_gguf
+from precisionctl.export.gguf.gguf_plan import FILE_TYPES, ValuesType
+from precisionctl.export.gguf.towers_plan import token_embedding, towers_in_gguf
 from precisionctl.param import shared_spec
 from precisionctl.planning.plan import Plan
 from precisionctl.sizes import counted, listed
@@ -41,7 +41,7 @@ class Mmproj:
             yield f"With them llama.cpp computes otherwise than transformers: {self.otherwise}."
 
 
-def mmproj_of(plan: Plan, reader: Reader, name: str, kind: TowerType, about: Callable[[Plan], Metadata]) -> Mmproj:
+def mmproj_of(plan: Plan, reader: Reader, name: str, kind: ValuesType, about: Callable[[Plan], Metadata]) -> Mmproj:
     """The file of a wrapper's towers, called `name`. `about` says the general metadata of a plan, and `plan` is one of
     values in Hugging Face's layout.
 

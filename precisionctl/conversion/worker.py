@@ -166,8 +166,9 @@ class Worker:
 
     def _compute(self, job: Job) -> None:
         """Do a job whose row computes and does not only move: on whole tensors, in the wider dtype of the two sides."""
-        first = self._writer.specs[job.writes[0]]
-        made = self._computed(job, DType.float32 if isinstance(first.packing, CodesInRows) else first.dtype)
+        specs = [self._writer.specs[name] for name in job.writes]
+        codes = any(isinstance(spec.packing, CodesInRows) for spec in specs)
+        made = self._computed(job, DType.float32 if codes else specs[0].dtype)
         for name, row, values in made:
             self._encoder.put_values(name, row, values)
         if self._collects_amax(job):

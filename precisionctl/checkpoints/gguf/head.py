@@ -129,6 +129,11 @@ def aligned(offset: int, alignment: int = ALIGNMENT) -> int:
     return -(-offset // alignment) * alignment
 
 
+def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape as ggml writes it, without first dimensions of 1; the last one stays."""
+    return next((shape[first:] for first, size in enumerate(shape) if size > 1), shape[-1:])
+
+
 class _Cursor:
     """Where a head is read. Raises DamagedCheckpoint where the file, or what a head may have, ends."""
 

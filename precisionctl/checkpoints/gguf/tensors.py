@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from precisionctl.architectures.families import table_of
+from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints.chunks import Chunk, in_pieces, read_rows, whole
 from precisionctl.checkpoints.decoded.base import PIECE
 from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.gguf.global_scales import global_scales, is_scale
-from precisionctl.checkpoints.gguf.head import GgufTensor
+from precisionctl.checkpoints.gguf.head import GgufTensor, without_ones
 from precisionctl.checkpoints.gguf.tensor_rows import GgufRow
 from precisionctl.checkpoints.tensor_changes import SAME, AsItIs, Shape, TensorChange, factors_of
 from precisionctl.codes import numerics
@@ -106,16 +108,15 @@ class ChangedTensor:
 
     @cached_property
     def cast(self) -> Cast | None:
-        """How ggml makes its codes, if they are of one format that is made here, or what rounds products."""
-        formats = {part.tensor.format for part in self.parts}
-        form = formats.pop() if len(formats) == 1 else None
-        if form is None or not (form.name in ENCODED or (form.dtype and self.factors)):
+        """How ggml makes its codes, if they are of formats that are made here, or what rounds products."""
+        formats = [part.tensor.format for part in self.parts]
+        if self.factors and (formats[0].dtype or formats[0].name in ENCODED):
+            return RoundedProducts(self.factors, formats[0].dtype or blocks_of(formats[0]))
+        if not ENCODED.keys() >= {form.name for form in formats}:
             return None
-        if self.factors:
-            return RoundedProducts(self.factors, form.dtype or blocks_of(form))
-        blocks = blocks_of(form)
-        if self.change.moves_rows:
-            return blocks
+        blocks = [*map(blocks_of, formats)]
+        if self.change.moves_rows and len({*formats}) == 1:
+            return blocks[0]
         return BlocksOfParts(blocks, self.change, self.model, self.spec.rows // self.change.alone(self.model))
 
     def chunks(self) -> Sequence[Chunk]:
@@ -162,26 +163,30 @@ class ChangedTensor:
 
 @dataclass(frozen=True, eq=False)
 class BlocksOfParts(Cast):
-    """Codes of the parts of a tensor whose rows are none of theirs, as a `change` makes them of `rows_together`."""
+    """Codes of the parts of a tensor, in `blocks` of each, whose rows are none of theirs, or in several formats, as a
+    `change` makes them of `rows_together`."""
 
-    blocks: GgmlBlocks
+    blocks: Sequence[GgmlBlocks]
     change: TensorChange
     model: ModelShape
     rows_together: int
 
     @property
     def in_words(self) -> str:
-        return self.blocks.in_words
+        return " and ".join(dict.fromkeys(blocks.in_words for blocks in self.blocks))
 
     @property
     def share_a_scale(self) -> int | None:
-        return self.blocks.share_a_scale
+        return max(blocks.share_a_scale for blocks in self.blocks)
 
     def rounded(self, values: Tensor) -> Tensor:
         made = []
         for together in torch.split(values, self.rows_together):
             parts = [part.contiguous() for part in self.change.to_parts(together, self.model)]
-            coded = [self.blocks.rounded(part.view(-1, part.shape[-1])).view(part.shape) for part in parts]
+            coded = [
+                blocks.rounded(part.view(-1, part.shape[-1])).view(part.shape)
+                for blocks, part in zip(self.blocks, parts, strict=True)
+            ]
             made.append(self.change.to_hf(coded, self.model))
         return torch.cat(made).reshape(values.shape)
 
@@ -219,16 +224,39 @@ def hf_tensors(
         row, hf = named
         parts = found.setdefault(hf, (row, {}))[1]
         parts[part.name] = part
-    made = dict[str, ChangedTensor]()
+    made, shapes = dict[str, ChangedTensor](), _hf_shapes(model, len(found))
     for hf, (row, parts) in found.items():
         needed = family.tensors.of_hf(hf, model)
         assert needed is not None
         if missing := [name for name in needed[1] if name not in parts]:
             raise DamagedCheckpoint(f"no `{missing[0]}` beside `{next(iter(parts))}`", where=where)
-        made[hf] = ChangedTensor([parts[name] for name in needed[1]], row.change, model)
+        there = [parts[name] for name in needed[1]]
+        if hf in shapes and (isinstance(row.change, AsItIs) or not row.change.moves_rows):
+            there = [*map(_with_ones, there, row.change.part_shapes(shapes[hf], model))]
+        made[hf] = ChangedTensor(there, row.change, model)
         with at(where):
             _ = made[hf].spec
     return made
+
+
+def _hf_shapes(model: ModelShape, most: int) -> dict[str, Shape]:
+    """The shapes of a model's tensors by name, but for experts. Rows of more than `most` places are passed over, as
+    metadata may claim more layers than there are tensors."""
+    spelled = (row for row in table_of(model).spelled({}, model) if not row.of_experts)
+    return {
+        name: shape
+        for row in spelled
+        if row.present.in_layout("hf", model) and row.count(model) <= most
+        for place in row.places(model)
+        for name, shape in zip(names(row, "hf", place), row.shapes(model, "hf"), strict=True)
+    }
+
+
+def _with_ones(part: GgufPart, shape: Shape) -> GgufPart:
+    """A part with first dimensions of 1 that its `shape` has: llama-quantize leaves them out."""
+    if part.shape == shape or part.shape != without_ones(shape):
+        return part
+    return replace(part, tensor=replace(part.tensor, shape=shape))
 
 
 def _slices(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.chunks import Chunk, whole
 from precisionctl.checkpoints.gguf.global_scales import scales_of
-from precisionctl.checkpoints.gguf.head import MAGIC, VERSIONS, aligned
+from precisionctl.checkpoints.gguf.head import MAGIC, VERSIONS, aligned, without_ones
 from precisionctl.checkpoints.gguf.metadata_bytes import Metadata, metadata_bytes, string_bytes
 from precisionctl.checkpoints.hf_directory.companions import write_companions
 from precisionctl.checkpoints.hf_directory.fused_experts import stacked
@@ -30,20 +31,34 @@ _TYPES = {form.dtype or form.name: number for number, form in FORMATS.items()}
 """The numbers of tensor types, by dtype or by the name of the packing."""
 
 
+_SET_LAST = ("general.quantization_version", "general.file_type")
+
+
+def layer_and_name(name: str) -> tuple[int, str]:
+    """By what llama.cpp sorts the tensors of a file that it loads (llama-model-loader.h, weight_name_comparer)."""
+    layer = re.match(r"blk\.(\d+)", name)
+    return int(layer[1]) if layer else -1, name
+
+
 @dataclass(frozen=True)
 class GgufContents:
     """What a GGUF file called `name` holds: metadata, and tensors: `specs` are those of the source, in the order of the
     file, an expert's as a slice `name[expert]` of the stack that is stored. Others are `made` without it, FP32: scales
-    of codes that are kept stand behind these, which the file begins with, and others before all values."""
+    of codes that are kept stand behind these, which the file begins with, and others before all values. With
+    `quantized` the head is as llama-quantize writes it: tensors by layer and name, without first dimensions of 1, and
+    metadata that it sets itself behind all other."""
 
     name: str
     metadata: Metadata
     specs: Mapping[str, TensorSpec]
     made: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    quantized: bool = False
 
     @cached_property
     def metadata_bytes(self) -> bytes:
-        return metadata_bytes(self.metadata)
+        last = _SET_LAST if self.quantized else ()
+        ordered = [key for key in self.metadata if key not in last] + [*last]
+        return metadata_bytes({key: self.metadata[key] for key in ordered})
 
     @cached_property
     def stored(self) -> dict[str, TensorSpec]:
@@ -53,15 +68,16 @@ class GgufContents:
         for name in [name for name, spec in stored.items() if isinstance(spec.packing, KeptCodes)]:
             found[name] = stored[name]
             found |= {scale: made[scale] for scale in scales_of(name) if scale in made}
-        return found | made | stored
+        found = found | made | stored
+        return {name: found[name] for name in sorted(found, key=layer_and_name)} if self.quantized else found
 
     @cached_property
     def head(self) -> tuple[bytes, dict[str, int]]:
         """The bytes before all tensors, and each tensor's offset behind them."""
         offsets, at, infos = dict[str, int](), 0, bytearray()
         for name, spec in self.stored.items():
-            dims = reversed(spec.shape)
-            infos += string_bytes(name) + struct.pack(f"<I{len(spec.shape)}Q", len(spec.shape), *dims)
+            shape = without_ones(spec.shape) if self.quantized else spec.shape
+            infos += string_bytes(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
             infos += struct.pack("<IQ", _TYPES[spec.packing.name if spec.packing else spec.dtype], at)
             offsets[name] = at
             at += aligned(spec.nbytes)

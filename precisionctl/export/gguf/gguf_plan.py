@@ -3,29 +3,48 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from precisionctl.architectures.param_map import filled
 from precisionctl.checkpoints.gguf.families import FAMILIES
 from precisionctl.checkpoints.gguf.family import GgufFamily
-from precisionctl.checkpoints.tensor_changes import Multiplied, TensorChange, factors_of
+from precisionctl.checkpoints.gguf.writer import layer_and_name
+from precisionctl.checkpoints.hf_directory.config_json import config_dtype
+from precisionctl.checkpoints.hf_directory.fused_experts import stacked
+from precisionctl.checkpoints.tensor_changes import Multiplied, Shape, TensorChange, factors_of
 from precisionctl.codes.ggml_blocks import MXFP4, NVFP4, BlocksInRows, GgmlBlocks, blocks_of
 from precisionctl.codes.ggml_formats import named
 from precisionctl.codes.row_factors import RowFactors
 from precisionctl.dtypes import DType
 from precisionctl.errors import UnmappedTensor
 from precisionctl.export.changed_parts import jobs_in_format
+from precisionctl.export.gguf.k_quant_mixtures import MIXTURES, Mixture, types_in_mixture
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import TensorSpec, shared_spec, stack_and_slice
 from precisionctl.planning.plan import Job, Plan
 
-GgufType = Literal["bf16", "f16", "q8_0", "q4_0", "mxfp4", "nvfp4"]
+ValuesType = Literal["bf16", "f16"]
+"""The type of matrices that are values."""
+
+GgufType = Literal["bf16", "f16", "q8_0", Mixture, "q4_0", "mxfp4", "nvfp4"]
 """The type of a file's matrices, as `--scheme` has it. With `mxfp4` and `nvfp4` those that are such codes in the source
 keep these, and others are BF16."""
 
-FILE_TYPES: Mapping[GgufType, int] = {"bf16": 32, "f16": 1, "q8_0": 7, "q4_0": 2, "mxfp4": 38, "nvfp4": 39}
+FILE_TYPES: Mapping[GgufType, int] = {
+    "bf16": 32,
+    "f16": 1,
+    "q8_0": 7,
+    "q6_k": 18,
+    "q5_k_m": 17,
+    "q5_k_s": 16,
+    "q4_k_m": 15,
+    "q4_k_s": 14,
+    "q4_0": 2,
+    "mxfp4": 38,
+    "nvfp4": 39,
+}
 """`general.file_type` (enum llama_ftype), which says what most of a file's tensors are."""
 
 _STORED: Mapping[GgufType, DType | GgmlBlocks] = {
@@ -44,6 +63,11 @@ _IN_FP32 = re.compile(
     r"(?:.+_norm|.*\bffn_gate_inp(?:_shexp)?|position_embd|.+\.ssm_conv1d(?:_[qkv])?|.+\.shortconv\.conv|.+\.indexer\.proj)\.weight"
 )
 """Matrices that llama.cpp computes with in FP32 alone (conversion/base.py, prepare_tensors)."""
+
+
+def type_of_values(plan: Plan) -> ValuesType:
+    """The type of a file whose matrices stay values: FP16 of a model in FP16, else BF16."""
+    return "f16" if config_dtype(plan.targets) == DType.float16.value else "bf16"
 
 
 def hf_names(model: ModelShape) -> set[str]:
@@ -73,7 +97,7 @@ def in_gguf(plan: Plan, kind: GgufType, codes: Collection[str]) -> GgufPlan:
     """
     model, family = plan.model, FAMILIES[plan.model.architecture].of(plan.model)
     kept = _kept(plan, family, kind, codes) if kind in KEPT else {}
-    targets, factors = list[tuple[str, dict[str, TensorSpec]]](), dict[str, RowFactors]()
+    targets, factors = list[tuple[str, dict[str, Shape]]](), dict[str, RowFactors]()
 
     def made_of(job: Job, name: str) -> tuple[TensorChange, Sequence[str]]:
         alone = _alone(name, model)
@@ -82,8 +106,7 @@ def in_gguf(plan: Plan, kind: GgufType, codes: Collection[str]) -> GgufPlan:
             raise UnmappedTensor(what, do="Nothing is dropped in silence: does llama.cpp compute this part?")
         row, made = found
         shapes = row.change.part_shapes(plan.targets[name].shape, model)
-        keeps_codes = all(each in kept for each in made)
-        targets.append((alone, dict(_specs(made, shapes, KEPT[kind] if keeps_codes else kind))))
+        targets.append((alone, dict(zip(made, shapes, strict=True))))
         if products := factors_of(row.change, model):
             factors.update(dict.fromkeys(made, products))
         return row.change, made
@@ -94,9 +117,17 @@ def in_gguf(plan: Plan, kind: GgufType, codes: Collection[str]) -> GgufPlan:
         for job in jobs_in_format(taken, made_of)
     ]
     # the converter sorts by names of values; codes come first
-    values = {name for name, specs in targets if not specs.keys() <= kept.keys()}
+    values = {name for name, shapes in targets if not shapes.keys() <= kept.keys()}
     targets.sort(key=lambda each: (each[0] in values, _in_order(each[0], family)))
-    in_order = {name: spec for _, specs in targets for name, spec in specs.items()}
+    shapes = {name: shape for _, shapes in targets for name, shape in shapes.items()}
+    mixture = next((each for each in MIXTURES if each == kind), None)
+    usual = type_of_values(plan) if mixture else kind
+    in_order = {
+        name: _spec(shape, KEPT[kind] if name in kept else _stored_as(name, shape, usual))
+        for name, shape in shapes.items()
+    }
+    if mixture:
+        in_order = _in_mixture(mixture, family, model, in_order)
     return GgufPlan(replace(plan, jobs=tuple(jobs), targets=in_order), kept)
 
 
@@ -135,16 +166,25 @@ def _alone(name: str, model: ModelShape) -> str:
     return model.wrapper.name_alone(name) if model.wrapper else name
 
 
-def _specs(
-    names: Sequence[str], shapes: Sequence[tuple[int, ...]], kind: GgufType | BlocksInRows
-) -> Iterator[tuple[str, TensorSpec]]:
-    for name, shape in zip(names, shapes, strict=True):
-        stored = kind if isinstance(kind, BlocksInRows) else _stored_as(name, shape, kind)
-        packed = isinstance(stored, BlocksInRows)
-        yield name, shared_spec(shape, DType.uint8, packing=stored) if packed else shared_spec(shape, stored)
+def _spec(shape: Shape, stored: DType | BlocksInRows) -> TensorSpec:
+    packed = isinstance(stored, BlocksInRows)
+    return shared_spec(shape, DType.uint8, packing=stored) if packed else shared_spec(shape, stored)
 
 
-def _stored_as(name: str, shape: tuple[int, ...], kind: GgufType) -> DType | GgmlBlocks:
+def _in_mixture(
+    mixture: Mixture, family: GgufFamily, model: ModelShape, values: Mapping[str, TensorSpec]
+) -> dict[str, TensorSpec]:
+    """The tensors of a file of K-quants, in its order, of those of a file of `values`."""
+    metadata = {"general.architecture": family.architecture, **family.metadata(model, FILE_TYPES[mixture])}
+    stacks = {name: spec.shape for name, spec in stacked(values, stack_and_slice).items()}
+    types, found = types_in_mixture(mixture, metadata, stacks), dict[str, TensorSpec]()
+    for name in sorted(values, key=lambda name: layer_and_name(stack_and_slice(name)[0])):  # slices keep their order
+        form = named(types[stack]) if (stack := stack_and_slice(name)[0]) in types else None
+        found[name] = _spec(values[name].shape, form.dtype or blocks_of(form)) if form else values[name]
+    return found
+
+
+def _stored_as(name: str, shape: Shape, kind: GgufType) -> DType | GgmlBlocks:
     """The dtype or blocks of a tensor: of vectors, norms and routers FP32, and FP16 where rows are no whole blocks."""
     stack, number = stack_and_slice(name)
     matrix = len(shape) + (number is not None) > 1 and stack.endswith(".weight")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import read_values
@@ -12,20 +12,18 @@ from precisionctl.checkpoints.gguf.towers.tower import Tower, TowerRow
 from precisionctl.checkpoints.tensor_changes import TensorChange
 from precisionctl.dtypes import DType
 from precisionctl.export.changed_parts import jobs_in_format
+from precisionctl.export.gguf.gguf_plan import ValuesType
 from precisionctl.param import TensorSpec, shared_spec
 from precisionctl.planning.plan import Job, Plan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-TowerType = Literal["bf16", "f16"]
-"""The type of a tower's matrices."""
-
 _STORED = {"bf16": DType.bfloat16, "f16": DType.float16}
 _OF_PIXELS = (".patch_embd.weight", ".patch_merger.weight")
 
 
-def towers_in_gguf(plan: Plan, tower: Tower, kind: TowerType) -> Plan:
+def towers_in_gguf(plan: Plan, tower: Tower, kind: ValuesType) -> Plan:
     """The plan of `mmproj`, of a `plan` of values in Hugging Face's layout, in the order in which a file of Hugging
     Face's tensors has these. Raises UnknownArchitecture where they are not those of the tower."""
     towers = plan.towers
@@ -53,7 +51,7 @@ def token_embedding(plan: Plan, reader: Reader, token: int) -> Tensor:
     return read_values(reader, reader.encodings, read, token, 1).float()[0]
 
 
-def _stored_as(name: str, shape: tuple[int, ...], row: TowerRow, kind: TowerType) -> DType:
+def _stored_as(name: str, shape: tuple[int, ...], row: TowerRow, kind: ValuesType) -> DType:
     """FP32 for what llama.cpp's converter has in it: vectors, norms, positions, and kernels beside BF16."""
     if len(shape) < 2 or name.endswith("_norm.weight"):
         return DType.float32
