@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,7 +47,7 @@ from precisionctl.export.model_card import NAME, Card, path_in_command
 from precisionctl.export.weight_encodings import stored_weight_encodings
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.text_config import config_parts
-from precisionctl.param import stack_and_slice
+from precisionctl.param import TensorSpec, stack_and_slice
 from precisionctl.planning.plan import Plan
 from precisionctl.sizes import counted, listed
 from precisionctl.untrusted.safe_json import parse_json
@@ -101,10 +100,11 @@ def for_llama_cpp(source: Source) -> Result:
         *_notes_of_the_model(model, family, options),
         *codes.notes(type_, family, set(gguf.kept.values())),
         *tokenizer_notes,
-        *(_quantize_notes(destination, name) if type_ in ("bf16", "f16") else ()),
+        *(_FEWER_BITS if type_ in ("bf16", "f16") else ()),
         f"Run it with: {_run(shlex.quote(str(destination)), names, options)}",
     ]
-    of_main_type, others = _of_main_type(gguf.plan, mmproj.plan if mmproj else None, KEPT.get(type_))
+    quantized = type_ in MIXTURES
+    of_main_type, others = _of_main_type(gguf.plan, mmproj.plan if mmproj else None, KEPT.get(type_), quantized)
     card = Card(
         name=destination.name,
         title=OTHER_TARGETS[LLAMA_CPP],
@@ -117,8 +117,7 @@ def for_llama_cpp(source: Source) -> Result:
         codes=type_.upper(),
     )
     scales = codes.global_scales(gguf.kept, type_) | rotary_tensors(model)
-    plan, quantized = gguf.plan, type_ in MIXTURES
-    files = [GgufContents(name, metadata, gguf.plan.targets, scales, quantized)]
+    plan, files = gguf.plan, [GgufContents(name, metadata, gguf.plan.targets, scales, quantized)]
     if mmproj:
         plan = replace(plan, jobs=plan.jobs + mmproj.plan.jobs, targets={**plan.targets, **mmproj.plan.targets})
         files.append(mmproj.contents)
@@ -193,6 +192,8 @@ class _Codes:
             elif names and each != type_ and (family.scaled or not KEPT[each].format.has_global_scale):
                 yield lower_scheme_note(KEPT[each].name, each)
 
+
+_FEWER_BITS = ("For fewer bits choose --scheme q4_k_m; llama-quantize makes further types of this file.",)
 
 _HOW_TO_MAKE = {
     "mxfp4": "Choose --scheme bf16; llama-quantize makes codes of its file, for a model with experts MXFP4_MOE.",
@@ -281,11 +282,17 @@ def _size_label(plan: Plan) -> str:
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 
-def _of_main_type(text: Plan, towers: Plan | None, codes: BlocksInRows | None) -> tuple[list[str], list[str]]:
+def _of_main_type(
+    text: Plan, towers: Plan | None, codes: BlocksInRows | None, quantized: bool
+) -> tuple[list[str], list[str]]:
     """The tensors that are such codes, or have the type of the text model's largest one, and other matrices, those of
-    all layers of a tower as one."""
+    all layers of a tower as one. Those of a `quantized` file are all that are codes."""
     targets = {**text.targets, **(towers.targets if towers else {})}
-    stored = {name: spec.stored_dtype if spec.packing is None else spec.packing.name for name, spec in targets.items()}
+
+    def stored_as(spec: TensorSpec) -> str:
+        return spec.stored_dtype if spec.packing is None else "codes" if quantized else spec.packing.name
+
+    stored = {name: stored_as(spec) for name, spec in targets.items()}
     main = codes.name if codes else stored[max(text.targets, key=lambda name: text.targets[name].nbytes)]
     others = [name for name, spec in targets.items() if len(spec.shape) > 1 and stored[name] != main]
     once = dict.fromkeys(re.sub(r"(?<=^v\.blk\.)\d+", "*", name) for name in others)
@@ -344,9 +351,3 @@ def _notes_of_the_model(model: ModelShape, family: GgufFamily, options: str) -> 
             "llama.cpp rounds the bounds between which YaRN blends frequencies, which config.json's `truncate: false` "
             "forbids: it computes a little otherwise than transformers, with every file of this model."
         )
-
-
-def _quantize_notes(destination: Path, name: str) -> Iterator[str]:
-    file = destination / name
-    made = file.with_name(re.sub(r"(BF16|F16)\.gguf$", "Q4_K_M.gguf", name))
-    yield f"For fewer bits: llama-quantize {shlex.quote(str(file))} {shlex.quote(str(made))} Q4_K_M"

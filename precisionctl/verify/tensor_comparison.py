@@ -25,8 +25,8 @@ Status = Literal["exact", "rounded", "encoded", "lost", "differs", "shape", "onl
 @dataclass(frozen=True)
 class TensorComparison:
     """One tensor. `rounded`: one side is exactly the other rounded to BF16, as mlx-lm's norms plus one are, too.
-    `encoded`: one side is exactly the encoding of the other, under the scale stored with it, or as ggml (Q8_0 and Q4_0)
-    or MLX encodes it. `lost`: it is that encoding, but its scales make no sense, so it does not represent the values
+    `encoded`: one side is exactly the encoding of the other, under the scale stored with it, or as ggml or MLX encodes
+    it. `lost`: it is that encoding, but its scales make no sense, so it does not represent the values
     (`verify/losses.py`).
 
     SQNR in dB (infinite without noise), the largest absolute error, and the number of values that differ (`differing`)

@@ -305,21 +305,21 @@ def counted(*arguments):
         os.kill(os.getpid(), signal.SIGKILL)
     write(*arguments)
 worker.write_rows = counted
-command.execute(plan_command(Request.export(sys.argv[1], sys.argv[2], "llama.cpp", "q8_0")), workers=1)
+command.execute(plan_command(Request.export(sys.argv[1], sys.argv[2], "llama.cpp", sys.argv[4])), workers=1)
 """
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("towers", "at"), [(False, 12), (True, 50)])
+@pytest.mark.parametrize(("towers", "at", "scheme"), [(False, 12, "q8_0"), (True, 50, "q8_0"), (False, 12, "q4_k_m")])
 def test_a_kill_leaves_nothing_that_looks_complete_and_the_same_command_goes_on(
-    tmp_path: Path, towers: bool, at: int
+    tmp_path: Path, towers: bool, at: int, scheme: str
 ) -> None:
     published = gguf_towers.save(tmp_path / "hf", "qwen2_vl") if towers else source(tmp_path / "hf")
-    export(published, tmp_path / "whole" / "out", "q8_0")
-    command = [sys.executable, "-c", KILLED, published, tmp_path / "out", str(at)]
+    export(published, tmp_path / "whole" / "out", scheme)
+    command = [sys.executable, "-c", KILLED, published, tmp_path / "out", str(at), scheme]
     killed = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
     assert killed.returncode == -signal.SIGKILL and not (tmp_path / "out").exists()
-    export(published, tmp_path / "out", "q8_0")
+    export(published, tmp_path / "out", scheme)
     whole, continued = (
         {file.name: file.read_bytes() for file in folder.glob("*.gguf")}
         for folder in (tmp_path / "whole" / "out", tmp_path / "out")

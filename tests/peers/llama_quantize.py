@@ -1,7 +1,7 @@
 """Run by llama.cpp's peer: llama-quantize, of files of values.
 
-python llama_quantize.py FOLDER CASES     JSON: [file of values, file of codes, type]; prints JSON: the tensors, and the
-keys, that are otherwise in the file of codes than llama.cpp makes them, and whether all bytes are the same
+python llama_quantize.py FOLDER CASES     JSON: [file of values, file of codes, mixture]; prints JSON for each file of
+codes: the tensors that llama.cpp makes otherwise, the types of its tensors, and whether all bytes are the same
 """
 
 import json
@@ -19,23 +19,13 @@ for values, codes, kind in json.loads(sys.argv[2]):
     params.ftype, params.nthread = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}"), 1
     failed = llama_cpp.llama_model_quantize(bytes(folder / values), bytes(made), params)
     assert not failed, (values, kind)
-    ours, theirs = ([*GGUFReader(file).tensors] for file in (folder / codes, made))
-    keys = [[*GGUFReader(file).fields] for file in (folder / codes, made)]
     described = [
-        {t.name: (t.tensor_type.name, t.shape.tolist(), t.data.tobytes()) for t in tensors}
-        for tensors in (ours, theirs)
+        {each.name: (each.tensor_type.name, each.data.tobytes()) for each in GGUFReader(file).tensors}
+        for file in (folder / codes, made)
     ]
-    differing = {
-        name: [[*each[name][:2]] if name in each else None for each in described]
-        for name in described[0] | described[1]
-        if described[0].get(name) != described[1].get(name)
-    }
-    answers[codes] = {
-        "tensors": differing,
-        "order": [t.name for t in ours] == [t.name for t in theirs],
-        "keys": keys[0] == keys[1],
-        "types": sorted({t.tensor_type.name for t in theirs}),
-        "same": (folder / codes).read_bytes() == made.read_bytes(),
-    }
+    differing = [name for name, tensor in described[1].items() if described[0].get(name) != tensor]
+    types = {name: type_ for name, (type_, _) in described[1].items()}
+    same = (folder / codes).read_bytes() == made.read_bytes()
+    answers[codes] = {"tensors": differing, "types": types, "same": same}
     made.unlink()
 print(json.dumps(answers))

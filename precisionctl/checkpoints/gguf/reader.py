@@ -45,6 +45,8 @@ from precisionctl.untrusted.safe_json import parse_json
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _MOST_FILES = 10_000
+_IN_PLACE = {"Q5_0", "Q5_1"}
+"""Types that are written in the place of K-quants alone."""
 _NAMED = ("bos", "eos", "pad")
 """The tokens that config.json names."""
 
@@ -98,9 +100,10 @@ class GgufReader:
     def notes(self) -> Iterator[str]:
         if self.coded:
             back = NO_WAY_BACK
-            if ENCODED.keys() >= {*self.coded}:
-                schemes = " or ".join(f"--scheme {name.lower()}" for name in self.coded)
-                back = f"`export-inference --target llama.cpp {schemes}` makes such anew."
+            in_k_quants = any(name.endswith("_K") for name in self.coded)
+            if ENCODED.keys() >= {*self.coded} and (in_k_quants or not {*self.coded} & _IN_PLACE):
+                scheme = "q4_k_m`, or a mixture like it," if in_k_quants else f"{' or '.join(self.coded).lower()}`"
+                back = f"`export-inference --target llama.cpp --scheme {scheme} makes such anew."
             yield f"Weights were {self.words}. {back}"
         yield from self._ended_otherwise()
 
