@@ -3,12 +3,16 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import conversions
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from precisionctl.checkpoints.chunks import read_tensor
+from precisionctl.checkpoints.decoded.methods import METHODS
+from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensors, read_header
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.param import Parallelism
 from precisionctl.reports.inspect import describe
@@ -34,3 +38,16 @@ def assert_read_as_values(
         conversions.run(source, source.parent / "megatron", "megatron", parallelism=Parallelism(2))
         assert compare(reader, open_checkpoint(source.parent / "megatron")).equal
     return notes, found
+
+
+def golden_cases(file: Path) -> list[str]:
+    """The weights of a file in `golden/`, which has `<case>.decoded` beside what is stored of each."""
+    return sorted(name.removesuffix(".decoded") for name in read_header(file) if name.endswith(".decoded"))
+
+
+def assert_golden(file: Path, case: str, said: Mapping[str, Any]) -> None:
+    """That a weight decodes to what its tool made of it, rounded to BF16, under this `quantization_config`."""
+    stored = {name: (file, tensor) for name, tensor in read_header(file).items() if name != f"{case}.decoded"}
+    of_case = StoredTensors({name: place for name, place in stored.items() if name.startswith(f"{case}.")})
+    decoded = METHODS[said["quant_method"]](of_case, {"quantization_config": said}, file)
+    assert torch.equal(read_tensor(decoded, f"{case}.weight"), load_file(file)[f"{case}.decoded"].bfloat16())

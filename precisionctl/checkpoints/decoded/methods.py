@@ -7,6 +7,7 @@ from precisionctl.checkpoints.decoded.auto_round import AutoRoundCodes
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.decoded.bitnet_codes import BitNetCodes
 from precisionctl.checkpoints.decoded.bitsandbytes_codes import BitsAndBytesCodes
+from precisionctl.checkpoints.decoded.fp_quant_codes import FPQuantCodes
 from precisionctl.checkpoints.decoded.gemma_codes import GemmaCodes
 from precisionctl.checkpoints.decoded.hqq_codes import HqqCodes
 from precisionctl.checkpoints.decoded.inkling2_loop_codes import Inkling2LoopCodes
@@ -29,6 +30,7 @@ METHODS: Mapping[str, type[DecodedWeights]] = {
     "gemma": GemmaCodes,
     "hqq": HqqCodes,
     "metal": MetalCodes,
+    "fp_quant": FPQuantCodes,
     "quanto": QuantoCodes,
     METHOD: MlxCodes,
 }
