@@ -234,7 +234,7 @@ def test_a_missing_engine_is_asked_for_with_the_help_of_its_option_if_it_has_som
     assert missing(click.Option(["--target"]), None) is missing(click.Argument(["target"]), None) is None
 
 
-@pytest.mark.parametrize("method", ["aqlm", "w4afp8"])
+@pytest.mark.parametrize("method", ["spqr", "w4afp8"])
 @pytest.mark.parametrize("target", ["vllm", "te"])
 def test_that_codes_are_not_read_is_no_verdict_of_verify(tmp_path, method, target):
     pico.save(tmp_path)

@@ -182,8 +182,8 @@ def test_groups_that_are_none_are_refused(groups):
 
 
 def test_an_unknown_quant_method_is_refused_by_name():
-    with pytest.raises(PrecisionError, match="'aqlm'.*compressed-tensors, fbgemm_fp8, fp8, modelopt"):
-        recognise({"quantization_config": {"quant_method": "aqlm"}})
+    with pytest.raises(PrecisionError, match="'spqr'.*compressed-tensors, fbgemm_fp8, fp8, modelopt"):
+        recognise({"quantization_config": {"quant_method": "spqr"}})
 
 
 def test_a_model_without_quantization_has_no_scales():
@@ -493,7 +493,7 @@ def test_what_names_no_method_is_told_from_what_names_none():
         assert recognise(nothing) is None
     with pytest.raises(DamagedCheckpoint, match="not an object"):
         recognise({"quantization_config": ["fp8"]})
-    for name in (None, ["fp8"], "FP8", "aqlm"):
+    for name in (None, ["fp8"], "FP8", "spqr"):
         with pytest.raises(PrecisionError, match="not one that can be read"):
             recognise({"quantization_config": {"quant_method": name, "bits": 4}})
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from precisionctl.checkpoints.decoded.aqlm_codes import AqlmCodes
 from precisionctl.checkpoints.decoded.auto_round import AutoRoundCodes
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.decoded.bitnet_codes import BitNetCodes
@@ -31,6 +32,7 @@ METHODS: Mapping[str, type[DecodedWeights]] = {
     "hqq": HqqCodes,
     "metal": MetalCodes,
     "fp_quant": FPQuantCodes,
+    "aqlm": AqlmCodes,
     "quanto": QuantoCodes,
     METHOD: MlxCodes,
 }

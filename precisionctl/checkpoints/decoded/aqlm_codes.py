@@ -1,0 +1,78 @@
+"""AQLM's sums of vectors out of codebooks (`quant_method: aqlm`), read as values.
+
+A linear has `codes` I8, I16 or I32 `[out / rows, in / columns, books]`, `codebooks` `[books, size, rows, columns]` and
+`scales` `[out / rows, 1, 1, 1]`, where `rows` is usually 1; a code below zero is one of the upper half of the codebook.
+A value is the sum of what its codes name in all codebooks, in FP32, rounded to their dtype, times the scale, rounded to
+that dtype and then to BF16. Source: aqlm 1.1.7 (inference.py, QuantizedLinear; utils.py, _dequantize_weight,
+unpack_int_data). Its sums of BF16 round a tie up; here the even one is taken, as CUDA does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from precisionctl.checkpoints.chunks import read_rows, read_tensor
+from precisionctl.checkpoints.decoded.base import DecodedWeights
+from precisionctl.dtypes import DType
+from precisionctl.errors import DamagedCheckpoint, shown
+from precisionctl.quant_methods.base import FLOATS
+from precisionctl.torch_when_used import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_KINDS = ("codes", "codebooks", "scales")
+_WORDS: Mapping[DType, int] = {DType.int8: 8, DType.int16: 16, DType.int32: 32}
+_MOST_NUMBERS = 1 << 24
+"""Numbers of a weight's codebooks, which are in memory while it is read. Published ones have 2^19."""
+
+
+class AqlmCodes(DecodedWeights):
+    """The weights of a directory that AQLM has saved."""
+
+    def _find(self, quantization: Mapping[str, Any]) -> None:
+        modules = {
+            module for name in self._stored.specs for module, _, kind in (name.rpartition("."),) if kind in _KINDS
+        }
+        self.shapes = {f"{module}.weight": self._shape(module) for module in sorted(modules)}
+        self.read = {f"{module}.{kind}" for module in modules for kind in _KINDS}
+        books = {self._stored.specs[f"{module}.codebooks"].shape[:2] for module in modules}
+        self.kinds = {f"{count}x{size.bit_length() - 1}-bit codes" for count, size in books}
+        self._last: tuple[str, Tensor] | None = None
+
+    def _values(self, name: str, row: int, rows: int) -> tuple[Tensor, str]:
+        module = name.removesuffix(".weight")
+        books = self._books(module)
+        size, high, wide = books.shape[1:]
+        first, stop = row // high, (row + rows - 1) // high + 1
+        codes = read_rows(self._stored, f"{module}.codes", first, stop - first).view(-1, len(books))
+        sums = torch.zeros(len(codes), high * wide)
+        for book, column in zip(books, codes.t(), strict=True):
+            sums += book.view(size, -1).index_select(0, column.int() & size - 1)
+        scales = read_rows(self._stored, f"{module}.scales", first, stop - first).view(-1, 1, 1, 1)
+        values = sums.to(scales.dtype).view(stop - first, -1, high, wide) * scales
+        whole = values.transpose(1, 2).reshape((stop - first) * high, -1)
+        return whole[row - first * high :][:rows].contiguous(), f"{module}.scales"
+
+    def _books(self, module: str) -> Tensor:
+        """A module's codebooks, FP32."""
+        if self._last is None or self._last[0] != module:
+            spec = self._stored.specs[f"{module}.codebooks"]
+            self._last = module, read_tensor(self._stored, f"{module}.codebooks").float().view(spec.shape)
+        return self._last[1]
+
+    def _shape(self, module: str) -> tuple[int, int]:
+        """The shape of a weight, `[out, in]`. Raises DamagedCheckpoint for tensors that are no codes of it."""
+        self._check_alone(f"{module}.weight", f"{module}.codes")
+        codes, books = (self._present(f"{module}.{kind}") for kind in _KINDS[:2])
+        fits = len(codes.shape) == 3 and len(books.shape) == 4 and 0 not in (*codes.shape, *books.shape)
+        fits = fits and codes.dtype in _WORDS and books.dtype in FLOATS and codes.shape[2] == books.shape[0]
+        size = books.shape[1] if fits else 0
+        if not fits or size & size - 1 or size.bit_length() > _WORDS[codes.dtype] + 1:
+            there = f"{codes.stored_dtype} of shape {shown(codes.shape)}, beside codebooks in {books.stored_dtype}"
+            raise DamagedCheckpoint(f"{module}.codes is {there} of shape {shown(books.shape)}", where=self._where)
+        if books.rows * books.columns > _MOST_NUMBERS:
+            raise self._unread(f"{module}.codebooks has {books.rows * books.columns:,} numbers, which are not read")
+        self._check(f"{module}.scales", (codes.rows, 1, 1, 1), books.dtype)
+        return codes.rows * books.shape[2], codes.shape[1] * books.shape[3]
