@@ -17,6 +17,7 @@ from precisionctl.checkpoints.decoded.mlx_codes import METHOD, MlxCodes
 from precisionctl.checkpoints.decoded.quanto_codes import QuantoCodes
 from precisionctl.checkpoints.decoded.torchao_codes import TorchaoCodes
 from precisionctl.checkpoints.decoded.transposed_codes import TransposedCodes
+from precisionctl.checkpoints.decoded.vptq_codes import VptqCodes
 from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensors
 from precisionctl.quant_methods.coded_weights import quant_method_of
 
@@ -33,6 +34,7 @@ METHODS: Mapping[str, type[DecodedWeights]] = {
     "metal": MetalCodes,
     "fp_quant": FPQuantCodes,
     "aqlm": AqlmCodes,
+    "vptq": VptqCodes,
     "quanto": QuantoCodes,
     METHOD: MlxCodes,
 }
