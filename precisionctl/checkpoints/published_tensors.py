@@ -6,7 +6,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from precisionctl.checkpoints.decoded import hqq_codes, inkling2_loop_codes, quanto_codes
+from precisionctl.checkpoints.decoded import hqq_codes, inkling2_loop_codes, quanto_codes, sinq_codes
 from precisionctl.checkpoints.decoded.quanto_codes import QUANTIZATION_MAP
 from precisionctl.checkpoints.decoded.transposed_codes import FILES_BESIDE
 from precisionctl.checkpoints.hf_directory.encodings_file import QUANT_CONFIG, said_quantization
@@ -77,10 +77,14 @@ def _with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 def _unsaid_codes(config: Mapping[str, Any], path: Path, names: Collection[str]) -> dict[str, Any] | None:
     """The `quantization_config` of codes that config.json does not describe: that of Inkling 2 Mini's experts, of what
-    hqq and quanto save themselves, and what AutoGPTQ or AutoAWQ wrote into a file of its own. None if there are none.
-    Raises DamagedCheckpoint for two files."""
+    sinq, hqq and quanto save themselves, and what AutoGPTQ or AutoAWQ wrote into a file of its own. None if there are
+    none. Raises DamagedCheckpoint for two files."""
     if inkling2_loop_codes.are_there(config, names):
         return {"quant_method": inkling2_loop_codes.METHOD}
+    if sinq_codes.are_there(names):
+        beside = path / sinq_codes.MODULES
+        said = read_json(beside, path) if has_file(beside, path) else {}
+        return {"quant_method": sinq_codes.METHOD, "modules": said}
     if config.get("quantization_config"):
         return None
     if any(name.endswith(".W_q") for name in names):

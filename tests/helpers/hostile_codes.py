@@ -35,12 +35,18 @@ def says(**changed: object) -> Change:
     return lambda tensors, said: said.update(changed)
 
 
-def assert_refused(made: Path, folder: Path, case: tuple[Change, type[PrecisionctlError], str]) -> None:
-    """That a copy of a directory, in an empty folder, is one error once it was changed."""
+def assert_refused(
+    made: Path, folder: Path, case: tuple[Change, type[PrecisionctlError], str], beside: str | None = None
+) -> None:
+    """That a copy of a directory, in an empty folder, is one error once it was changed. What config.json says may be in
+    a file `beside` it."""
     change, error, match = case
     tensors, config = load_file(made / "model.safetensors"), json.loads((made / "config.json").read_text())
-    change(tensors, config["quantization_config"])
+    said = json.loads((made / beside).read_text()) if beside else config["quantization_config"]
+    change(tensors, said)
     save_file({name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
+    if beside:
+        (folder / beside).write_text(json.dumps(said))
     with pytest.raises(error, match=match):
         read_tensor(open_checkpoint(folder), UP)

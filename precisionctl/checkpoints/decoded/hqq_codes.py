@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.chunks import Box, read_box, read_bytes, read_tensor
 from precisionctl.checkpoints.decoded.base import DecodedWeights
-from precisionctl.checkpoints.decoded.stacked_rows import StackedRows
+from precisionctl.checkpoints.decoded.stacked_rows import PACKINGS, StackedRows
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.quant_methods.base import FLOATS
@@ -31,14 +31,6 @@ METHOD = "hqq"
 """Its `quant_method`, which transformers writes. hqq itself writes none."""
 
 
-_PACKINGS: Mapping[str, tuple[int, int, DType]] = {
-    "8bit_u8": (8, 1, DType.uint8),
-    "4bit_u8": (4, 2, DType.uint8),
-    "3bit_32": (3, 10, DType.int32),
-    "2bit_u8": (2, 4, DType.uint8),
-    "1bit_u8": (1, 8, DType.uint8),
-}
-"""The bits of a code, how many codes a word has, and its dtype."""
 _LONGEST = 32
 """Letters of a packing or a dtype."""
 _SETTINGS = (
@@ -93,7 +85,7 @@ class HqqCodes(DecodedWeights):
             if f"{module}.{switch}" in self._stored.specs and self._number(f"{module}.{switch}"):
                 raise self._unread(f"codes of HQQ with `{switch}`, as those of {module}, which are not read")
         packing, computed = self._word(f"{module}.packing"), self._word(f"{module}.compute_dtype")
-        if packing not in _PACKINGS or (dtype := computed.removeprefix("torch.")) not in map(str, FLOATS):
+        if packing not in PACKINGS or (dtype := computed.removeprefix("torch.")) not in map(str, FLOATS):
             raise self._unread(f"codes of HQQ packed as {shown(packing)}, computed in {shown(computed)}")
         self._check(f"{module}.shape", (2,), DType.int64)
         out, inputs = (int(size) for size in read_tensor(self._stored, f"{module}.shape").view(-1))
@@ -102,7 +94,7 @@ class HqqCodes(DecodedWeights):
             what = f"{module} has codes of [{out}, {inputs}] in groups of {group} along axis {axis}"
             raise DamagedCheckpoint(what, where=self._where)
         sizes = (out * inputs // group, group) if axis else (group, out * inputs // group)
-        bits, in_word, word = _PACKINGS[packing]
+        bits, in_word, word = PACKINGS[packing]
         packed = StackedRows(f"{module}.W_q", *sizes, bits, in_word, from_high=True)
         self._check(packed.name, (packed.held, packed.columns), word)
         for kind in ("scale", "zero"):

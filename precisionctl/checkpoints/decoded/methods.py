@@ -15,6 +15,7 @@ from precisionctl.checkpoints.decoded.inkling2_loop_codes import Inkling2LoopCod
 from precisionctl.checkpoints.decoded.metal_codes import MetalCodes
 from precisionctl.checkpoints.decoded.mlx_codes import METHOD, MlxCodes
 from precisionctl.checkpoints.decoded.quanto_codes import QuantoCodes
+from precisionctl.checkpoints.decoded.sinq_codes import SinqCodes
 from precisionctl.checkpoints.decoded.torchao_codes import TorchaoCodes
 from precisionctl.checkpoints.decoded.transposed_codes import TransposedCodes
 from precisionctl.checkpoints.decoded.vptq_codes import VptqCodes
@@ -35,6 +36,7 @@ METHODS: Mapping[str, type[DecodedWeights]] = {
     "fp_quant": FPQuantCodes,
     "aqlm": AqlmCodes,
     "vptq": VptqCodes,
+    "sinq": SinqCodes,
     "quanto": QuantoCodes,
     METHOD: MlxCodes,
 }

@@ -1,16 +1,29 @@
-"""StackedRows: codes of a matrix of which a word has those of several rows, a part of all rows apart, as HQQ and quanto
-pack them."""
+"""StackedRows: codes of a matrix of which a word has those of several rows, a part of all rows apart, as HQQ, SINQ and
+quanto pack them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from precisionctl.checkpoints.chunks import Box, Chunked, read_box
+from precisionctl.dtypes import DType
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+PACKINGS: Mapping[str, tuple[int, int, DType]] = {
+    "8bit_u8": (8, 1, DType.uint8),
+    "6bit_32": (6, 5, DType.int32),
+    "5bit_32": (5, 6, DType.int32),
+    "4bit_u8": (4, 2, DType.uint8),
+    "3bit_32": (3, 10, DType.int32),
+    "2bit_u8": (2, 4, DType.uint8),
+    "1bit_u8": (1, 8, DType.uint8),
+}
+"""The bits of a code, how many codes a word has, and its dtype, by HQQ's names. Those of 5 and 6 bits are SINQ's."""
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,13 @@ KINDS = (
     ),
     LICENCE,
     CompanionKind(
-        ("hf_quant_config.json", "quantize_config.json", "quant_config.json", "quanto_qmap.json"),
+        (
+            "hf_quant_config.json",
+            "quantize_config.json",
+            "quant_config.json",
+            "quanto_qmap.json",
+            "model.safetensors.index.json.meta.json",
+        ),
         "made anew",
         "how the weights are coded; an export for TensorRT-LLM writes its own",
     ),
