@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 AS_VALUES = (
     *("gptq", "awq", "auto-round", "bitsandbytes", "torchao", "inkling2_loop"),
-    *("bitnet", "gemma", "hqq", "metal", "quanto", "mlx", "fp_quant", "aqlm", "vptq", "sinq"),
+    *("bitnet", "gemma", "hqq", "metal", "quanto", "mlx", "fp_quant", "aqlm", "vptq", "sinq", "eetq"),
 )
 """Methods whose codes are only read as values (`checkpoints/decoded/`)."""
 

@@ -8,6 +8,7 @@ from precisionctl.checkpoints.decoded.auto_round import AutoRoundCodes
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.decoded.bitnet_codes import BitNetCodes
 from precisionctl.checkpoints.decoded.bitsandbytes_codes import BitsAndBytesCodes
+from precisionctl.checkpoints.decoded.eetq_codes import EetqCodes
 from precisionctl.checkpoints.decoded.fp_quant_codes import FPQuantCodes
 from precisionctl.checkpoints.decoded.gemma_codes import GemmaCodes
 from precisionctl.checkpoints.decoded.hqq_codes import HqqCodes
@@ -37,6 +38,7 @@ METHODS: Mapping[str, type[DecodedWeights]] = {
     "aqlm": AqlmCodes,
     "vptq": VptqCodes,
     "sinq": SinqCodes,
+    "eetq": EetqCodes,
     "quanto": QuantoCodes,
     METHOD: MlxCodes,
 }
