@@ -125,6 +125,7 @@ HOSTILE: Hostile = {
     "half a matrix": (put("forward_hadamard_matrix", torch.ones(64, 32)), DamagedCheckpoint, "matrix is float32"),
     "a matrix of bytes": (put("forward_hadamard_matrix", torch.ones(64, 64).byte()), DamagedCheckpoint, "is uint8"),
     "a weight as values too": (put("weight", torch.ones(192, 128)), DamagedCheckpoint, "as values, and as codes"),
+    "codes, and what they stand for": (put("dqweight", torch.ones(192, 128)), DamagedCheckpoint, "and a `dqweight`"),
     "another format": (says(forward_dtype="mxfp8"), PrecisionError, "`forward_dtype` 'mxfp8'"),
     "a list of formats": (says(forward_dtype=["nvfp4"]), PrecisionError, "`forward_dtype` "),
     "the other format": (says(forward_dtype="mxfp4"), DamagedCheckpoint, "scales is uint8 of shape"),

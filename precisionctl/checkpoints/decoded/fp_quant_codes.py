@@ -107,6 +107,8 @@ class FPQuantCodes(DecodedWeights):
         name = f"{module}.{'qweight' if coded else 'dqweight'}"
         if f"{module}.weight" not in of_nothing:
             self._check_alone(f"{module}.weight", name)
+        if not coded and f"{module}.qweight" in self._stored.specs.keys() - of_nothing:
+            raise DamagedCheckpoint(f"{module} has a `qweight` and a `dqweight`", where=self._where)
         codes, size = self._present(name), self._present(f"{module}.{_MATRIX}").rows
         columns, group = codes.columns * (2 if coded else 1), self._format.group
         fits = codes.dtype in ((DType.uint8,) if coded else FLOATS) and len(codes.shape) == 2 and all(codes.shape)
