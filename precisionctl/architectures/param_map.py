@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from operator import attrgetter
 from typing import Literal
 
@@ -227,34 +228,38 @@ class Row:
 
 @dataclass(frozen=True)
 class Either:
-    """Two spellings of the same rows in Hugging Face, told apart by names, or by shapes where the names are the same.
-    `also` is a third one. The stored one is read. Which is written follows from the Naming:
+    """Spellings of the same rows in Hugging Face, told apart by names, or by shapes where the names are the same. The
+    stored one is read. Which is written follows from the Naming:
 
-    - the one that is `second_is`: the second
-    - the one that is `also_is`: `also`
-    - `text alone`: `alone`, if there is one
-    - `as stored`: the stored one; with `only_read` the first, unless `also` is stored and has a Naming of its own
+    - `in memory`, `for engines`, `text alone`: the field of that name, if there is one
+    - `as stored`: the stored one, but for what is `for_engines` alone; with `only_read` the first
     - all others: the first
 
-    With `only_read` the second is written under all of them where weights become codes under its names again
-    (gpt-oss)."""
+    A spelling that is not written as stored is written under any of them where weights become codes under its names
+    again (gpt-oss)."""
 
     first: tuple[Row, ...]
-    second: tuple[Row, ...]
-    also: tuple[Row, ...] = ()
+    other: tuple[Row, ...] = ()
+    in_memory: tuple[Row, ...] = ()
+    for_engines: tuple[Row, ...] = ()
     alone: tuple[Row, ...] = ()
     only_read: bool = False
-    second_is: Naming | None = None
-    also_is: Naming | None = None
+
+    @property
+    def spellings(self) -> tuple[tuple[Row, ...], ...]:
+        """All that there are, the published one first."""
+        return tuple(filter(None, (self.first, self.in_memory, self.for_engines, self.other, self.alone)))
 
     def renamed(self, hf: Mapping[str, str], megatron: Mapping[str, str] | None = None) -> Either:
-        """Both with parts of their names replaced, as a row's."""
+        """All with parts of their names replaced, as a row's."""
         return self.changed(lambda rows: renamed(rows, hf, megatron))
 
     def changed(self, change: Callable[[tuple[Row, ...]], tuple[Row, ...]]) -> Either:
         """All spellings with their rows changed."""
-        first, second, also, alone = map(change, (self.first, self.second, self.also, self.alone))
-        return replace(self, first=first, second=second, also=also, alone=alone)
+        first, other, in_memory, for_engines, alone = map(
+            change, (self.first, self.other, self.in_memory, self.for_engines, self.alone)
+        )
+        return Either(first, other, in_memory, for_engines, alone, self.only_read)
 
     def chosen(
         self, stored: Mapping[str, TensorSpec], model: ModelShape, naming: Naming, codes: Collection[str]
@@ -270,21 +275,24 @@ class Either:
 
     def _stored(self, stored: Mapping[str, TensorSpec], model: ModelShape) -> tuple[Row, ...]:
         """The spelling that is stored; the first where none is."""
-        other = self.also if _any_stored(self.also, stored, model, self.second) else self.second
-        return other if _is_stored(self.first, other, stored, model) else self.first
+        read = self.first
+        for other in filter(None, (self.in_memory, self.for_engines, self.other)):
+            if _is_stored(read, other, stored, model):
+                read = other
+        return read
 
     def _written(
         self, read: tuple[Row, ...], model: ModelShape, naming: Naming, codes: Collection[str]
     ) -> tuple[Row, ...]:
         """The spelling that is written where this one is read."""
-        if naming == self.second_is or (self.only_read and _any_stored(self.second, codes, model)):
-            return self.second
-        if naming == self.also_is:
-            return self.also
-        if naming == "text alone" and self.alone:
-            return self.alone
-        only_read = self.only_read and not (self.also_is and read is self.also)
-        return read if naming == "as stored" and not only_read else self.first
+        not_as_stored = self.for_engines, self.other if self.only_read else ()
+        for of_codes in not_as_stored:
+            if _any_stored(of_codes, codes, model, self.first):
+                return of_codes
+        if naming == "as stored" and not self.only_read and read is not self.for_engines:
+            return read
+        named = {"in memory": self.in_memory, "for engines": self.for_engines, "text alone": self.alone}
+        return named.get(naming) or self.first
 
 
 @dataclass(frozen=True)
@@ -349,7 +357,7 @@ class Architecture:
     def all_rows(self) -> Iterator[Row]:
         """`rows` in every spelling, the published one first."""
         for each in self.rows:
-            yield from (each,) if isinstance(each, Row) else (*each.first, *each.second, *each.also, *each.alone)
+            yield from (each,) if isinstance(each, Row) else chain.from_iterable(each.spellings)
 
     def names_of(self, megatron: str) -> tuple[str, ...]:
         """What the parts of a Megatron parameter may be called in Hugging Face, by spelling, the published names
@@ -449,7 +457,7 @@ def published_or_in_memory(in_memory: Sequence[Row], published: Sequence[Row]) -
     pairs = [*zip(published, in_memory, strict=True)]
     same = [row for row, other in pairs if row.hf == other.hf]
     first, second = (tuple(pair[number] for pair in pairs if pair[0] not in same) for number in (0, 1))
-    return (*same, Either(first, second, second_is="in memory"))
+    return (*same, Either(first, in_memory=second))
 
 
 def renamed(rows: Iterable[Row], hf: Mapping[str, str], megatron: Mapping[str, str] | None = None) -> tuple[Row, ...]:

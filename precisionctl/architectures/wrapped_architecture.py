@@ -117,11 +117,11 @@ def wrapped(family: Architecture, wrapper: Wrapper) -> WrappedArchitecture:
 
     def renamed_either(either: Either) -> tuple[Row | Either, ...]:
         here = either.changed(lambda rows: tuple(map(renamed, rows)))
-        if here.first == here.second:  # `backbone.` and `model.`, which differ in the text model alone
+        if here.first == here.in_memory:  # `backbone.` and `model.`, which differ in the text model alone
             return here.first
-        if kind.second and wrapper.body == kind.body:  # as published
-            return (Either(here.second, here.first, second_is="in memory"),)
-        return (replace(here, also=tuple(row.renamed(kind.third) for row in here.also)),)
+        if kind.as_for_engines and wrapper.body == kind.body:  # as published
+            return (Either(here.for_engines, in_memory=here.first),)
+        return (replace(here, other=tuple(row.renamed(kind.other) for row in here.other)),)
 
     def all_renamed(some: Iterable[Row | Either]) -> tuple[Row | Either, ...]:
         made = ((renamed(row),) if isinstance(row, Row) else renamed_either(row) for row in some)

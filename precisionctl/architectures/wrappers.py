@@ -40,8 +40,8 @@ class WrapperNames:
     - `in_memory`: the prefixes that the wrapper's class has in memory; `towers_in_memory`: one that names of its towers
       have there, and not in published files
     - `experts`: the rows of experts, if they are not the family's
-    - `second`: whether published files have the spelling that is the second one of the text model alone
-    - `third`: what names of the text model's third spelling have in the wrapper in the place of parts of theirs
+    - `as_for_engines`: whether published files have the spelling that the text model alone has for engines
+    - `other`: what names of the text model's other spelling have in the wrapper in the place of parts of theirs
     - `apart`: prefixes of names in the body that are not its text model's
     - `mark`: a part of the towers' names that no other wrapper's have; empty if none needs it
     - `marks_of_others`: those that its towers' names have, too
@@ -55,8 +55,8 @@ class WrapperNames:
     flat: bool = False
     in_memory: tuple[str, str] = IN_MEMORY
     experts: Either | None = None
-    second: bool = False
-    third: Mapping[str, str] = field(default_factory=dict)
+    as_for_engines: bool = False
+    other: Mapping[str, str] = field(default_factory=dict)
     mtp: str | None = None
     apart: tuple[str, ...] = ()
     towers_in_memory: str = "model."
@@ -67,9 +67,8 @@ class WrapperNames:
 
 EXPERTS_AS_IN_OUT = Either(
     tuple(replace(row, rearrangement=Transposed(row.rearrangement)) for row in FUSED),
-    FUSED,
+    in_memory=FUSED,
     alone=NUMBERED,
-    second_is="in memory",
 )
 """Experts in one tensor, which published files and engines have as `[experts, in, out]`, and transformers 5, which
 reads both, as it has them in memory. The text model alone has them one by one."""
@@ -180,7 +179,7 @@ WRAPPERS: Mapping[str, WrapperNames] = {
         in_memory=("language_model.model.", "language_model.lm_head."),
         mark="mm_projector.post_norm.",
     ),
-    "minimax_m3_vl": WrapperNames(text="minimax_m3_vl_text", second=True, mark="merge_"),
+    "minimax_m3_vl": WrapperNames(text="minimax_m3_vl_text", as_for_engines=True, mark="merge_"),
     "qwen2_vl": WrapperNames("model.", "lm_head.", text="qwen2_vl_text", flat=True, mark="visual.blocks.0.mlp.fc1."),
     "qwen2_5_vl": WrapperNames("model.", "lm_head.", text="qwen2_5_vl_text", flat=True, mark=_GATED_WITH_BIAS),
     "qwen3_vl": WrapperNames(*IN_MEMORY, text="qwen3_vl_text"),
@@ -240,7 +239,7 @@ WRAPPERS: Mapping[str, WrapperNames] = {
         "lm_head.",
         text="hy_v4_vl_text",
         mark="image_newline",
-        third={".hc_pre.hc_head.": ".hc_head.hc_pre."},
+        other={".hc_pre.hc_head.": ".hc_head.hc_pre."},
     ),
     "muse_glimmer": WrapperNames(*IN_MEMORY, text="muse_glimmer_text", mark="vision_adapter.fc1."),
     "muse_spark": WrapperNames(*IN_MEMORY, text="muse_spark_text", mark="vision_adapter.fc1."),

@@ -9,7 +9,6 @@ from functools import cache
 from torch import Tensor, nn
 
 from precisionctl.architectures.families import supported
-from precisionctl.architectures.param_map import Row
 from precisionctl.errors import PrecisionError, UnknownArchitecture
 from precisionctl.fp8.state import core_attention_of
 from precisionctl.model.model_shape import ModelShape
@@ -149,8 +148,7 @@ def _of_megatron(model: nn.Module, precision: Precision) -> Sites:
 @cache
 def _gemm_names() -> frozenset[str]:
     """The names of modules of GEMMs, within their layer, in any family."""
-    tables = (table for family in supported().values() for table in family.rows)
-    rows = (row for table in tables for row in ((table,) if isinstance(table, Row) else (*table.first, *table.second)))
+    rows = (row for family in supported().values() for row in family.all_rows)
     modules = (row.megatron.rpartition(".")[0] for row in rows if row.gemm)
     return frozenset(module.partition("{layer}.")[2] for module in modules if "{layer}" in module)
 

@@ -216,19 +216,20 @@ def test_an_unknown_family_is_refused_with_what_adding_one_takes() -> None:
         architecture_of("mamba")
 
 
-def test_both_spellings_of_a_row_are_one_parameter() -> None:
+def test_all_spellings_of_a_row_are_one_parameter() -> None:
     """What choosing one builds on. Scales go from one to the other where both only move rows."""
     either = [each for table in supported().values() for each in table.rows if isinstance(each, Either)]
     assert either
     for each in either:
-        assert [row.megatron for row in each.first] == [row.megatron for row in each.second]
-        for first, second in zip(each.first, each.second, strict=True):
-            assert (first.sizes, first.parallel, first.layers) == (second.sizes, second.parallel, second.layers)
-            assert (
-                first.rearrangement == second.rearrangement
-                or (first.moves_rows(MODEL) and second.moves_rows(MODEL))
-                or each.only_read
-            )
+        for spelling in each.spellings:
+            assert [row.megatron for row in each.first] == [row.megatron for row in spelling]
+            for first, row in zip(each.first, spelling, strict=True):
+                assert (first.sizes, first.parallel, first.layers) == (row.sizes, row.parallel, row.layers)
+                assert (
+                    first.rearrangement == row.rearrangement
+                    or (first.moves_rows(MODEL) and row.moves_rows(MODEL))
+                    or each.only_read
+                )
 
 
 def test_rearrangements_of_the_same_kind_are_equal() -> None:

@@ -60,7 +60,7 @@ def model_of(family: str, **changes: Any) -> ModelShape:
     return from_hf_config(config.to_dict())
 
 
-Spelling = Literal["first", "second", "also"]
+Spelling = Literal["first", "in_memory", "for_engines", "other"]
 
 
 def coded(model: ModelShape, spelling: Spelling = "first") -> dict[str, TensorSpec]:
@@ -199,11 +199,11 @@ def test_the_part_of_a_gpu_has_whole_heads() -> None:
     assert found.transposed and found.share(weight.columns, weight.rows, 2) == ([32, 32, 32], 64)
     model = pico.shape("minimax-m3")
     assert model.msa
-    found, weight = cut(model, "index_q_proj", "second")
+    found, weight = cut(model, "index_q_proj", "for_engines")
     assert found.share(weight.rows, 64, 2) == ([weight.rows // 2], 64)
     assert found.share(weight.rows, 64, 4) == ([weight.rows // model.num_query_groups], 64)
     alone = replace(model, msa=replace(model.msa, n_heads=1))  # as SGLang's MiniMaxM3Attention takes it
-    found, weight = cut(alone, "index_q_proj", "second")
+    found, weight = cut(alone, "index_q_proj", "for_engines")
     assert found.share(weight.rows, 64, 2) == ([weight.rows], 64)
 
 

@@ -16,7 +16,6 @@ from soaking import in_soak
 from torch import Tensor
 
 from precisionctl.architectures.families import supported
-from precisionctl.architectures.param_map import Row
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import read_tensor, write_rows
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
@@ -312,11 +311,9 @@ def test_the_order_of_qkv_before_checkpoint_version_2_is_undone(tmp_path: Path, 
 
 @pytest.mark.parametrize("model_type", supported())
 def test_parameters_are_cut_as_the_rows_of_every_family_say(model_type: str) -> None:
-    table = supported()[model_type]
-    for entry in table.rows:
-        for row in [entry] if isinstance(entry, Row) else [*entry.first, *entry.second]:
-            name = re.sub(r"\{\w+\}", "0", row.megatron)
-            # by shapes, and of delta nets, Mamba's mixers and gates of heads by arguments
-            by_shape = re.search(r"(_q_down_proj|_kv_down_proj|\.[qk]_layernorm)\.weight$", name)
-            if not by_shape and not re.search(r"\.(in_proj|conv1d)\.\w+$", name) and not row.parallel.names:
-                assert parallel_of(name, row.parallel == GATED_ROWS) == row.parallel, name
+    for row in supported()[model_type].all_rows:
+        name = re.sub(r"\{\w+\}", "0", row.megatron)
+        # by shapes, and of delta nets, Mamba's mixers and gates of heads by arguments
+        by_shape = re.search(r"(_q_down_proj|_kv_down_proj|\.[qk]_layernorm)\.weight$", name)
+        if not by_shape and not re.search(r"\.(in_proj|conv1d)\.\w+$", name) and not row.parallel.names:
+            assert parallel_of(name, row.parallel == GATED_ROWS) == row.parallel, name

@@ -198,10 +198,9 @@ _PREDICTION = (
 ROWS_OF_MODEL: tuple[Row | Either, ...] = (
     Either(
         (*_DECODER, *_EXPERTS, _FINAL_NORM),
-        (*renamed(_DECODER, _IN_MEMORY), *moe.FUSED, replace(_FINAL_NORM, names="model.norm.weight")),
-        also=(*renamed((*_DECODER, *_EXPERTS), _SAVED), replace(_FINAL_NORM, names="model.norm.weight")),
-        second_is="in memory",
+        in_memory=(*renamed(_DECODER, _IN_MEMORY), *moe.FUSED, replace(_FINAL_NORM, names="model.norm.weight")),
+        other=(*renamed((*_DECODER, *_EXPERTS), _SAVED), replace(_FINAL_NORM, names="model.norm.weight")),
     ),
-    Either((_OUTPUT,), (replace(_OUTPUT, names="lm_head.weight"),), second_is="in memory"),
+    Either((_OUTPUT,), in_memory=(replace(_OUTPUT, names="lm_head.weight"),)),
     *_PREDICTION,
 )

@@ -139,6 +139,6 @@ FUSED = (
 NUMBERED = experts("model.layers.{layer}.mlp.experts", "gate_proj", "up_proj", "down_proj")
 """One by one."""
 
-EXPERTS = (Either(NUMBERED, FUSED, second_is="in memory"),)
-FUSED_EXPERTS = (Either(FUSED, NUMBERED, only_read=True, second_is="for engines"),)
+EXPERTS = (Either(NUMBERED, in_memory=FUSED),)
+FUSED_EXPERTS = (Either(FUSED, for_engines=NUMBERED),)
 """Where the model's class saves them as it has them in memory, and engines look for codes one by one."""

@@ -18,7 +18,7 @@ _ROUTING: tuple[Row | Either, ...] = (
     *moe.WIDE_ROUTER,
     *_BIAS,
     *moe.SHARED_EXPERTS,
-    Either(_NORM, renamed(_NORM, {".post_mlp_layernorm.": ".mlp.post_mlp_layernorm."}), second_is="in memory"),
+    Either(_NORM, in_memory=renamed(_NORM, {".post_mlp_layernorm.": ".mlp.post_mlp_layernorm."})),
 )
 
 ARCHITECTURE = Architecture(

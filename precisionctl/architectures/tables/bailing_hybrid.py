@@ -112,7 +112,7 @@ ARCHITECTURE = Architecture(
         *_by_published_names(llama.EMBEDDING),
         *llama.SEPARATE_NORM,
         *published_or_in_memory(in_memory(_KDA), renamed(_KDA, _PUBLISHED)),
-        Either(renamed(_OUT, _PUBLISHED), _OUT, also=renamed(_OUT, _PUBLISHED | _DENSE), second_is="in memory"),
+        Either(renamed(_OUT, _PUBLISHED), in_memory=_OUT, other=renamed(_OUT, _PUBLISHED | _DENSE)),
         *_by_published_names(_ATTENTION, dense=True),
         *llama.MLP_NORM,
         *llama.MLP,

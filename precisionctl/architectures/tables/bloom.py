@@ -31,7 +31,7 @@ def _read_sizes(config: keys.Config) -> keys.Fields:
 
 ARCHITECTURE = Architecture(
     model_types={"bloom": "BloomForCausalLM"},
-    rows=(Either(_BODY, renamed(_BODY, {"transformer.": ""})), *llama.OUTPUT),
+    rows=(Either(_BODY, other=renamed(_BODY, {"transformer.": ""})), *llama.OUTPUT),
     config=(
         keys.Reworded(
             keys.Rule(("n_layer", "hidden_size", "n_head", "n_embed"), _read_sizes, _SIZES.write),

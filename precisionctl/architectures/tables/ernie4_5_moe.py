@@ -19,7 +19,7 @@ def _bias(module: str) -> tuple[Row, ...]:
     return tuple(replace(row, rearrangement=SQUEEZED) for row in renamed_rows)
 
 
-_BIAS = Either(_bias("moe_statics"), _bias("gate.moe_statics"), second_is="in memory")
+_BIAS = Either(_bias("moe_statics"), in_memory=_bias("gate.moe_statics"))
 
 
 def _read_layers(config: keys.Config) -> keys.Fields:

@@ -31,7 +31,7 @@ _WORDS = {
 
 ARCHITECTURE = Architecture(
     model_types={"exaone": "ExaoneForCausalLM"},
-    rows=(Either(renamed(_BODY, PUBLISHED), _BODY, second_is="in memory"), *llama.OUTPUT),
+    rows=(Either(renamed(_BODY, PUBLISHED), in_memory=_BODY), *llama.OUTPUT),
     config=(
         *keys.reworded(
             (*keys.SIZES, keys.SILU, keys.Key("norm_epsilon", "rms_norm_eps", 1e-5)), _WORDS, published=True

@@ -13,7 +13,7 @@ from precisionctl.architectures.shared.delta_net_rows import DENSE, prediction
 from precisionctl.architectures.tables.exaone4 import WINDOWS
 from precisionctl.model.model_shape import ModelShape
 
-_BIAS = Either(renamed(moe.EXPERT_BIAS, {"mlp.gate.": "mlp."}), moe.EXPERT_BIAS, second_is="in memory")
+_BIAS = Either(renamed(moe.EXPERT_BIAS, {"mlp.gate.": "mlp."}), in_memory=moe.EXPERT_BIAS)
 
 
 def _read_prediction(config: keys.Config) -> keys.Fields:

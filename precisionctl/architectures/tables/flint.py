@@ -16,7 +16,7 @@ from precisionctl.architectures.shared.moe_keys import experts_by_number, scores
 from precisionctl.architectures.tables.gpt_oss import SINKS
 
 _WIDE_SINKS = tuple(replace(row, keeps_dtype=True) for row in SINKS)
-_SINKS = Either(renamed(_WIDE_SINKS, {".sinks": ".softmax_offset"}), _WIDE_SINKS, second_is="in memory")
+_SINKS = Either(renamed(_WIDE_SINKS, {".sinks": ".softmax_offset"}), in_memory=_WIDE_SINKS)
 
 
 def _local(config: keys.Config, layers: int) -> list[bool]:

@@ -102,7 +102,7 @@ SIZES = (
 
 ARCHITECTURE = Architecture(
     model_types={"gpt2": "GPT2LMHeadModel"},
-    rows=(Either(_PARAMETERS, renamed(_PARAMETERS, {"transformer.": ""})), *llama.OUTPUT),
+    rows=(Either(_PARAMETERS, other=renamed(_PARAMETERS, {"transformer.": ""})), *llama.OUTPUT),
     config=(
         *SIZES,
         keys.Always("position_embedding", "learned_absolute"),

@@ -45,7 +45,7 @@ ARCHITECTURE = Architecture(
             body(llama.JOINED_QKV),
             NAMES,
         ),
-        Either(renamed(llama.OUTPUT, NAMES), llama.OUTPUT, second_is="in memory"),
+        Either(renamed(llama.OUTPUT, NAMES), in_memory=llama.OUTPUT),
     ),
     config=(
         *keys.SIZES,

@@ -29,7 +29,9 @@ def _matrix(name: str, megatron: str, sizes: tuple[str, ...], stands: Rearrangem
     """An expert's weight, `[in, out]`, or in MXFP4 `[out, in]`."""
     stored = f"model.layers.{{layer}}.mlp.experts.{name}"
     row = Row(f"{stored}[{{expert}}]", megatron, sizes, Transposed(stands), parallel, layers="moe", gemm=True)
-    return Either((row,), (replace(row, names=f"{stored}_blocks[{{expert}}]", rearrangement=stands),), only_read=True)
+    return Either(
+        (row,), other=(replace(row, names=f"{stored}_blocks[{{expert}}]", rearrangement=stands),), only_read=True
+    )
 
 
 SINKS = (

@@ -17,7 +17,7 @@ _NAMES = {
 _NAMES_IN_MEMORY = {"mlp.gate.weight": "block_sparse_moe.router.weight", "mlp.experts": "block_sparse_moe.experts"}
 
 IN_MEMORY = renamed((*moe.ROUTER, *moe.FUSED), _NAMES_IN_MEMORY)
-EXPERTS = Either(renamed((*moe.ROUTER, *moe.FUSED), _NAMES), IN_MEMORY, second_is="in memory")
+EXPERTS = Either(renamed((*moe.ROUTER, *moe.FUSED), _NAMES), in_memory=IN_MEMORY)
 
 EXPERT_KEYS: tuple[keys.Entry, ...] = (
     keys.Key("moe.num_experts", "num_local_experts", 8),

@@ -17,7 +17,7 @@ _PUBLISHED = {
     "mlp.shared_experts.": "mlp.shared_mlp.",
 }
 _IN_MEMORY = {"mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias"}
-_EITHER = (Either(renamed(_ROUTING, _PUBLISHED), renamed(_ROUTING, _IN_MEMORY), second_is="in memory"),)
+_EITHER = (Either(renamed(_ROUTING, _PUBLISHED), in_memory=renamed(_ROUTING, _IN_MEMORY)),)
 
 _SIZE = keys.Synonyms({"expert_hidden_dim": "moe_intermediate_size"})
 

@@ -92,7 +92,7 @@ ARCHITECTURE = Architecture(
     rows=(
         *llama.EMBEDDING,
         *_ATTENTION,
-        Either(renamed(_IN_MEMORY, _PUBLISHED), _IN_MEMORY, also=renamed(_IN_MEMORY, _SAVED), second_is="in memory"),
+        Either(renamed(_IN_MEMORY, _PUBLISHED), in_memory=_IN_MEMORY, other=renamed(_IN_MEMORY, _SAVED)),
         *(*llama.MLP_NORM, *moe.MOE_NORM, *moe.WIDE_ROUTER, *moe.EXPERT_BIAS, *moe.FUSED_EXPERTS),
         *llama.FINAL_NORM,
         *_WIDE_OUTPUT,

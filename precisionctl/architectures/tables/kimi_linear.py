@@ -60,9 +60,9 @@ ARCHITECTURE = Architecture(
         *published_or_in_memory(in_memory(_KDA), _KDA),
         *only_in("attention", deepseek_rows.LATENT_ATTENTION),
         *llama.MLP_NORM,
-        Either(llama.MLP, renamed(llama.MLP, _SPARSE)),
+        Either(llama.MLP, other=renamed(llama.MLP, _SPARSE)),
         *moe.MOE_NORM,
-        Either((*renamed(_BESIDE, _SPARSE), *EXPERTS), (*_BESIDE, *moe.FUSED), second_is="in memory"),
+        Either((*renamed(_BESIDE, _SPARSE), *EXPERTS), in_memory=(*_BESIDE, *moe.FUSED)),
     ),
     config=(
         *common(published=True, number=256, group_counts=(1, 1), scaling=2.446),

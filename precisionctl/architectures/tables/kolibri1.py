@@ -19,12 +19,11 @@ _OWN_NAMES = Either(
         *renamed(moe.POST_MOE_NORM, {"post_feedforward_layernorm": "post_ffn_norm"}),
         *renamed(moe.EXPERT_BIAS, {"mlp.gate.e_score_correction_bias": "moe.router.expert_bias"}),
     ),
-    (
+    in_memory=(
         *renamed(llama.POST_ATTENTION_NORM, {"post_attention": "post_self_attn"}),
         *renamed(moe.POST_MOE_NORM, {"post_feedforward": "post_mlp"}),
         *moe.EXPERT_BIAS,
     ),
-    second_is="in memory",
 )
 
 ARCHITECTURE = Architecture(

@@ -40,7 +40,7 @@ _PUBLISHED = {
     "shared_experts": "shared_expert",
 }
 _BESIDE = (*moe.EXPERT_BIAS, *moe.SHARED_EXPERTS)
-_ROUTING = (*moe.ROUTER, Either(renamed(_BESIDE, _PUBLISHED), _BESIDE, second_is="in memory"))
+_ROUTING = (*moe.ROUTER, Either(renamed(_BESIDE, _PUBLISHED), in_memory=_BESIDE))
 
 _EXPERTS, _BY_NUMBER = deepseek_keys.experts_by_list(dense=1), experts_by_number()
 

@@ -19,7 +19,7 @@ _IN_MEMORY = delta_net(
 )
 _PUBLISHED = renamed(delta_net(SAME, "in_proj", values=("in_proj",)), {".linear_attn.norm.": ".linear_attn.out_norm."})
 _APART = tuple(row for row in _PUBLISHED if row not in _IN_MEMORY)
-_DELTA_NET = Either(_APART, tuple(row for row in _IN_MEMORY if row not in _PUBLISHED), second_is="in memory")
+_DELTA_NET = Either(_APART, in_memory=tuple(row for row in _IN_MEMORY if row not in _PUBLISHED))
 
 _PATTERN = ("linear_attention", "sliding_attention", "linear_attention", "full_attention", "sliding_attention")
 _DELTA_NETS, _WINDOWS = (

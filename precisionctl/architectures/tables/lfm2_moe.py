@@ -27,7 +27,7 @@ ARCHITECTURE = Architecture(
     rows=rows(
         *renamed(moe.MOE_NORM, NAMES),
         *renamed((*moe.ROUTER, *moe.EXPERT_BIAS), _BLOCK),
-        Either(_NUMBERED, renamed(moe.FUSED, _BLOCK), second_is="in memory"),
+        Either(_NUMBERED, in_memory=renamed(moe.FUSED, _BLOCK)),
     ),
     config=(
         *COMMON,

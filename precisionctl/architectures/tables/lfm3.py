@@ -17,8 +17,7 @@ from precisionctl.model.model_shape import ModelShape
 
 _GATE = Either(
     only_in("attention", renamed(llama.LINEAR_GATE, {".g_proj.": ".gate_proj."})),
-    only_in("attention", llama.LINEAR_GATE),
-    second_is="in memory",
+    in_memory=only_in("attention", llama.LINEAR_GATE),
 )
 
 _NAMES = {name: its for name, its in NAMES.items() if ".self_attn." not in name}

@@ -21,7 +21,7 @@ _MLP = {"model.layers.{layer}.mlp": "model.layers.{layer}.feed_forward"}
 
 _EXPERTS = Either(
     tuple(replace(row, rearrangement=Transposed(row.rearrangement)) for row in renamed(moe.FUSED, _MLP)),
-    moe.experts("model.layers.{layer}.feed_forward.experts", "gate_proj", "up_proj", "down_proj"),
+    other=moe.experts("model.layers.{layer}.feed_forward.experts", "gate_proj", "up_proj", "down_proj"),
     only_read=True,
 )
 """In one tensor; one by one where they are codes, as llm-compressor writes them."""

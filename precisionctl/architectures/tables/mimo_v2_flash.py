@@ -9,7 +9,7 @@ transformers as for SGLang. Three prediction layers, `model.mtp.*`, of which con
 transformers leaves out, have a window and dense MLPs.
 """
 
-from dataclasses import replace
+from functools import partial
 
 from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import by_kind, layer_types, layers_in_window
@@ -31,12 +31,12 @@ _ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": _SHARE},
 }
 
-_SINKS = Either(renamed(SINKS, {"sinks": "attention_sink_bias"}), SINKS, second_is="in memory")
+_SINKS = Either(renamed(SINKS, {"sinks": "attention_sink_bias"}), in_memory=SINKS)
 _ATTENTION: tuple[Row | Either, ...] = (
     *llama.ATTENTION_NORM,
     *only_in("windowed", llama.QKV_LINEAR),
     *only_in("global", llama.QKV_LINEAR),
-    replace(_SINKS, first=only_in("windowed", _SINKS.first), second=only_in("windowed", _SINKS.second)),
+    _SINKS.changed(partial(only_in, "windowed")),
     *llama.PROJ,
 )
 

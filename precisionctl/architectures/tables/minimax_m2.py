@@ -27,8 +27,7 @@ ARCHITECTURE = Architecture(
         *moe.MOE_NORM,
         Either(
             (*renamed(moe.EXPERT_BIAS, {_BIAS: "block_sparse_moe.e_score_correction_bias"}), *MIXTRAL_EXPERTS.first),
-            (*renamed(moe.EXPERT_BIAS, {_BIAS: "mlp.e_score_correction_bias"}), *MIXTRAL_EXPERTS.second),
-            second_is="in memory",
+            in_memory=(*renamed(moe.EXPERT_BIAS, {_BIAS: "mlp.e_score_correction_bias"}), *MIXTRAL_EXPERTS.in_memory),
         ),
     ),
     config=(

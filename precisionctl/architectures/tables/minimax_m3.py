@@ -58,7 +58,7 @@ _NUMBERED = moe.experts("model.layers.{layer}.mlp.experts")
 
 
 def _saved_or_published(in_memory: tuple[Row, ...], published: tuple[Row, ...]) -> Either:
-    return Either(in_memory, published, only_read=True, second_is="for engines")
+    return Either(in_memory, for_engines=published)
 
 
 _ROWS = llama.model_rows(

@@ -134,8 +134,8 @@ def _write_sources(model: ModelShape) -> keys.Config:
 ARCHITECTURE = Architecture(
     model_types={"mistral_large4_text": "MistralLarge4ForCausalLM"},
     rows=(
-        Either(renamed(_IN_MEMORY, _PUBLISHED), _IN_MEMORY, second_is="in memory"),
-        Either(_EXPERTS, moe.FUSED, second_is="in memory"),
+        Either(renamed(_IN_MEMORY, _PUBLISHED), in_memory=_IN_MEMORY),
+        Either(_EXPERTS, in_memory=moe.FUSED),
         *llama.FINAL_NORM,
         *llama.OUTPUT,
     ),

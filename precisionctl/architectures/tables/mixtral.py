@@ -15,8 +15,7 @@ EXPERTS = Either(
         *renamed(moe.ROUTER, {"mlp.gate": "block_sparse_moe.gate"}),
         *moe.experts("model.layers.{layer}.block_sparse_moe.experts"),
     ),
-    (*moe.ROUTER, *moe.FUSED),
-    second_is="in memory",
+    in_memory=(*moe.ROUTER, *moe.FUSED),
 )
 
 ARCHITECTURE = Architecture(

@@ -206,7 +206,7 @@ ARCHITECTURE = Architecture(
     "time_step_min, 0.001 if it says none; NVIDIA's own code, Megatron-Core and `resume` take it as it is.",
     rows=(
         *(
-            Either(renamed(published, {"model.": "backbone."}), in_memory, second_is="in memory")
+            Either(renamed(published, {"model.": "backbone."}), in_memory=in_memory)
             for published, in_memory in ((_ROWS, _ROWS), (_NUMBERED, _STACKED))
         ),
         *_PREDICTION,

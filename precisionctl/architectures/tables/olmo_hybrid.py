@@ -32,9 +32,9 @@ def _spelled(row: Row) -> Row | Either:
     if row.hf == ("model.layers.{layer}.linear_attn.conv1d.weight",):
         apart = tuple(row.hf[0].replace("conv1d", f"{part}_conv1d") for part in "qkv")
         published, saved = (replace(row, names=apart, rearrangement=by) for by in (DELTA_NET_CONV, THIRDS))
-        return Either((published,), (row,), also=(saved,), only_read=True, second_is="in memory")
+        return Either((published,), in_memory=(row,), other=(saved,), only_read=True)
     saved = row.renamed(_SAVED)
-    return row if saved == row else Either((row,), (saved,), only_read=True)
+    return row if saved == row else Either((row,), other=(saved,), only_read=True)
 
 
 _NETS = delta_net(DELTA_NET_IN_PROJ, *_IN_PROJ, values=_IN_PROJ[4:])

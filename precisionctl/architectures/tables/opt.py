@@ -61,7 +61,7 @@ def _read_width(config: keys.Config) -> keys.Fields:
 ARCHITECTURE = Architecture(
     model_types={"opt": "OPTForCausalLM"},
     behind={"q_proj": "v_proj", "layers": "final_layer_norm"},
-    rows=(Either(_BODY, renamed(_BODY, {"model.decoder.": "decoder."})), *llama.OUTPUT),
+    rows=(Either(_BODY, other=renamed(_BODY, {"model.decoder.": "decoder."})), *llama.OUTPUT),
     config=(
         sizes("num_hidden_layers", "hidden_size", "num_attention_heads", "ffn_dim", absent=3072),
         keys.Rule(("max_position_embeddings",), _read_positions, _write_positions),

@@ -28,7 +28,7 @@ _MOE_NORM_BIAS = Row(
     ("hidden_size",),
     layers="moe",
 )
-_EXPERTS = replace(EXPERTS, second=renamed(EXPERTS.second, {"mlp.gate.": "mlp.router."}))
+_EXPERTS = replace(EXPERTS, in_memory=renamed(EXPERTS.in_memory, {"mlp.gate.": "mlp.router."}))
 
 _BASE = 1e6
 _ROPE = rope(_BASE)

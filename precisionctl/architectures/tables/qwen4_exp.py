@@ -94,7 +94,7 @@ def _table(model: ModelShape, layer: int) -> Either:
         return Row(names, f"decoder.{name}weight", (rows, "ple.head_dim"), arrangement, COLUMNS)
 
     stored = tuple(f"model.{name}shard_{part}.weight" for part in range(parts))
-    return Either((row(stored, Chunks(parts)),), (row((f"model.{name}weight",), SAME),), second_is="in memory")
+    return Either((row(stored, Chunks(parts)),), in_memory=(row((f"model.{name}weight",), SAME),))
 
 
 _INDEXER_KEYS = (

@@ -55,7 +55,7 @@ ARCHITECTURE = Architecture(
     model_types={"sarvam_moe": "SarvamMoEForCausalLM"},
     behind={"gate": "experts"},
     rows=(
-        Either(renamed((*_BESIDE, *_JOINED), _PUBLISHED), (*_BESIDE, *llama.QKV_LINEAR), second_is="in memory"),
+        Either(renamed((*_BESIDE, *_JOINED), _PUBLISHED), in_memory=(*_BESIDE, *llama.QKV_LINEAR)),
         *(
             *llama.ATTENTION_NORM,
             *llama.MLP_NORM,

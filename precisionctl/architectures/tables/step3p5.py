@@ -73,11 +73,8 @@ _EXPERTS = Either(
         replace(row, names=tuple(f"{name.replace('.experts.{expert}.', '.')}[{{expert}}]" for name in row.hf))
         for row in _NUMBERED
     ),
-    _NUMBERED,
-    also=moe.FUSED,
-    only_read=True,
-    second_is="for engines",
-    also_is="in memory",
+    for_engines=_NUMBERED,
+    in_memory=moe.FUSED,
 )
 
 _AHEAD = "model.layers.{mtp_layer}."
@@ -333,7 +330,7 @@ ARCHITECTURE = Architecture(
             *llama.MLP_NORM,
             *llama.MLP,
             *moe.MOE_NORM,
-            Either(renamed(_BESIDE, _PUBLISHED), _BESIDE, second_is="in memory"),
+            Either(renamed(_BESIDE, _PUBLISHED), in_memory=_BESIDE),
             _EXPERTS,
         ),
         *_PREDICTION,
