@@ -110,7 +110,9 @@ class BytesKept:
         norm = 2 if not emulated else 8 if model.normalization == "RMSNorm" and model.norm_weight else 4
         working = 16 if emulated and nvfp4 else 12 if emulated and fp8 else 8  # random numbers of FP32 besides
         # The gradient in BF16, with two FP8 codes of each number of it, or with the gradient of half as many outputs
-        activated = 4 if kernels and is_swiglu(model.of_experts) else working
+        kinds = (model, model.of_experts)
+        fused = kernels and all(is_swiglu(each, layer) for each in kinds for layer in range(model.num_layers))
+        activated = 4 if fused else working
         rows = recipe.train.micro_batch_size
         read = (0.5 if nvfp4 and not emulated else 1) + grouped if fp8 else 2
         return BytesKept(norm, read, codes, activated, working, tensor, tokens, kernels, rows)
@@ -327,7 +329,7 @@ def _compressed_attention(model: ModelShape, csa: CSA, layer: int, kept: BytesKe
 
 def _channel(model: ModelShape, kept: BytesKept, layer: int) -> float:
     """Bytes that a layer's MLP keeps for the backward for each of its channels."""
-    read = 4 if kept.kernels and is_swiglu(model) else 6 if model.gated_linear_unit else 2
+    read = 4 if kept.kernels and is_swiglu(model, layer) else 6 if model.gated_linear_unit else 2
     channel: float = read + kept.input + (4 if model.activation == "quick_gelu" else 0)
     channel += 4 if model.swiglu_limit(layer) else 0  # both halves as they are clamped
     channel += {"squared_relu": 2, "xielu": 8, "situ": 18}.get(model.activation, 0)

@@ -52,9 +52,9 @@ class XIELU(nn.Module):
         return torch.where(values > 0, F.softplus(self.alpha_p) * values * values, below) + self.beta * values
 
 
-def is_swiglu(model: ModelShape) -> bool:
-    """Whether the activation of MLPs is SwiGLU and nothing besides."""
-    plain = model.activation_clamp is None and not model.glu_offset and not model.swiglu_limits
+def is_swiglu(model: ModelShape, layer: int) -> bool:
+    """Whether the activation of a layer's MLP is SwiGLU and nothing besides."""
+    plain = model.activation_clamp is None and not model.glu_offset and not model.swiglu_limit(layer)
     return model.gated_linear_unit and model.activation == "silu" and plain
 
 
@@ -64,7 +64,7 @@ def activate(values: Tensor, model: ModelShape, layer: int) -> Tensor:
     function = ACTIVATIONS[model.activation]
     if not model.gated_linear_unit:
         return function(values)
-    if is_swiglu(model) and (kernels := kernels_for(values)):
+    if is_swiglu(model, layer) and (kernels := kernels_for(values)):
         activated: Tensor = kernels.SwiGLU.apply(values)
         return activated
     gate, up = values.chunk(2, -1)

@@ -1,12 +1,13 @@
 """Where Triton's kernels cannot run, PyTorch computes; `tests/gpu` and `tests/peers` have the kernels themselves."""
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from pico import shape
 
-from precisionctl.trainer.model import kernels
+from precisionctl.trainer.model import kernels, mlp
 
 
 @pytest.fixture(autouse=True)
@@ -45,3 +46,15 @@ def test_what_keeps_them_from_running_is_told_once(problem: Exception, monkeypat
     ):
         assert kernels.kernels_for(OnGpu()) is None
     assert kernels.kernels_for(OnGpu()) is None
+
+
+def test_layers_without_a_clamp_have_the_kernel_of_swiglu_beside_layers_with_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Step 3.5's: of dense MLPs and shared experts, the first layer and the last clamp, of routed experts the last
+    two."""
+    kernel = SimpleNamespace(SwiGLU=SimpleNamespace(apply=lambda values: "the kernel's"))
+    monkeypatch.setattr(mlp, "kernels_for", lambda values: kernel)
+    model, values = shape("step3p5"), torch.ones(1, 2)
+    for here, clamps in ((model, [True, False, False, True]), (model.of_experts, [False, False, True, True])):
+        assert [mlp.activate(values, here, layer) != "the kernel's" for layer in range(4)] == clamps
