@@ -1,7 +1,7 @@
 """Text models of which Megatron-Bridge has tensors in other places, under other names or with more rows than a plan."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,12 +64,7 @@ def as_in_plans(
     parts = {part for name in found for part in _SIGNS if part in name}
     if not parts:
         return dict(found)
-    model = described() if parts.intersection(_OF_GEMMA_4) else None
-    if model is None or model.global_attention is None:
-        if parts.intersection(_BY_KIND):
-            what = "Megatron-Bridge counts kinds of layers apart, as of a Gemma 4, and no config.json of one says which"
-            raise UnknownArchitecture(f"{what} layers have a window", where=where, do=WITH_REFERENCE)
-        model = None
+    model = _gemma_4(parts, described, where)
     layers = _layers(found, model, where) if model else {}
     named: dict[str, LogicalTensor] = {}
     for name, one in found.items():
@@ -87,6 +82,17 @@ def as_in_plans(
             raise DamagedCheckpoint(f"{there} is there twice", where=where)
         named[there] = tensor
     return named
+
+
+def _gemma_4(parts: Set[str], described: Callable[[], ModelShape | None], where: Path) -> ModelShape | None:
+    """The Gemma 4 that tensors with these parts in their names are of, by config.json; None if they are not one's."""
+    model = described() if not parts.isdisjoint(_OF_GEMMA_4) else None
+    if model and model.global_attention:
+        return model
+    if not parts.isdisjoint(_BY_KIND):
+        what = "Megatron-Bridge counts kinds of layers apart, as of a Gemma 4, and no config.json of one says which"
+        raise UnknownArchitecture(f"{what} layers have a window", where=where, do=WITH_REFERENCE)
+    return None
 
 
 def check_unused(model: ModelShape, said: Mapping[str, object], where: Path) -> None:

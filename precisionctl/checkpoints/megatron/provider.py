@@ -312,25 +312,24 @@ def _provider(fields: Mapping[str, Any]) -> str:
 
 
 def _in_megatrons_words(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What some of Bridge's providers say otherwise: wrappers have positions in several dimensions (`mrope`), which are
-    all the same in text; and Gemma 3 (models/gemma/gemma3_provider.py) has rotary bases of layers with a window and
-    without, of which Megatron has the latter, a window that counts the token itself, a number of layers that have it
-    before one that has none, and norms of queries and keys of which it says nothing. So has Gemma 4
-    (models/gemma/gemma4_provider.py); its dense provider has another word for the base."""
+    """What some of Bridge's providers say otherwise. Wrappers have positions in several dimensions (`mrope`), which are
+    all the same in text."""
     found: dict[str, Any] = {}
     if fields.get("position_embedding_type") == "mrope":
         found["position_embedding_type"] = "rope"
-    provider = _provider(fields)
-    if not provider.startswith(("Gemma3", "Gemma4")):
-        return found
+    if _provider(fields).startswith("Gemma3"):
+        found |= _of_gemma_3(fields)
+    if _provider(fields).startswith("Gemma4"):
+        found |= _of_gemma_4(fields)
+    return found
+
+
+def _of_gemma_3(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Gemma 3 (models/gemma/gemma3_provider.py) has rotary bases of layers with a window and without, of which Megatron
+    has the latter, a window that counts the token itself, a number of layers that have it before one that has none,
+    and norms of queries and keys of which it says nothing."""
+    found: dict[str, Any] = {"qk_layernorm": True}
     base, window, pattern = (fields.get(name) for name in ("rotary_base", "window_size", "interleaved_attn_pattern"))
-    found["qk_layernorm"] = True
-    if provider.startswith("Gemma4"):
-        found["softmax_scale"] = 1.0
-        found["moe_router_pre_softmax"] = False  # its router divides by the sum, whatever is said
-        base = fields.get("full_attention_rope_base", base)  # of its dense provider
-        if type(base) in (int, float):
-            found["rotary_base"] = base
     if isinstance(base, list) and len(base) == 2:
         found["rotary_base"] = base[1]
     if fields.get("rope_scaling_factor") not in (None, 1):
@@ -341,4 +340,13 @@ def _in_megatrons_words(fields: Mapping[str, Any]) -> dict[str, Any]:
         found["window_attn_skip_freq"] = sum(pattern)
     elif isinstance(pattern, list):
         found["window_attn_skip_freq"] = [int(each == "sliding_attention") for each in pattern]
+    return found
+
+
+def _of_gemma_4(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Gemma 4 (models/gemma/gemma4_provider.py) has all this, too, but in its dense provider another word for the base;
+    its router divides by the sum, whatever is said."""
+    found = {**_of_gemma_3(fields), "softmax_scale": 1.0, "moe_router_pre_softmax": False}
+    if (base := fields.get("full_attention_rope_base")) is not None:
+        found["rotary_base"] = base
     return found
