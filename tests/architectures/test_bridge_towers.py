@@ -32,7 +32,7 @@ from precisionctl.architectures.towers_in_bridge import TENSORS_OF_TOWERS, TOWER
 from precisionctl.architectures.wrappers import WRAPPERS as KNOWN
 from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import Box, Chunk, read_rows, write_rows
-from precisionctl.checkpoints.megatron import bridge_towers
+from precisionctl.checkpoints.megatron import bridge_towers, provider
 from precisionctl.checkpoints.megatron.bridge_towers import BridgeTowers
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
@@ -353,7 +353,9 @@ DESCRIBED_GEMMA_4 = {
 
 
 @pytest.mark.parametrize("which", ["experts", *in_soak("dense", "small")])
-def test_gemma_4_whose_kinds_of_layers_bridge_counts_apart_comes_back(which: str, tmp_path: Path) -> None:
+def test_gemma_4_whose_kinds_of_layers_bridge_counts_apart_comes_back(
+    which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hf, made = trained(tmp_path, "gemma4", **ONE_PATTERN, **GEMMA_4[which])
     text = {n.removeprefix("language_model."): t for n, t in made.items() if n.startswith("language_model.")}
     beside = {name.removeprefix("model."): t for name, t in made.items() if not name.startswith("language_model.")}
@@ -364,7 +366,10 @@ def test_gemma_4_whose_kinds_of_layers_bridge_counts_apart_comes_back(which: str
     all_of_text = theirs | moments if shared else stacked(theirs | moments)
     path = save(tmp_path / "bridge", all_of_text | beside, **described)
     assert_comes_back((hf, made), path, tmp_path, verify=True)
+    read, parsed = provider.read_yaml, list[Path]()
+    monkeypatch.setattr(provider, "read_yaml", lambda *given: parsed.append(given[0]) or read(*given))
     reader = open_checkpoint(path, hints=Hints(companions=open_checkpoint(hf).companions))
+    assert reader.towers.specs and reader.args and len(parsed) == 1
     qkv = "decoder.layers.3.self_attention.linear_qkv.weight"
     assert reader.optimizer_specs[f"optimizer.state.exp_avg.{qkv}"].shape == text[qkv].shape
     described["rotary_base" if which == "experts" else "full_attention_rope_base"] = 7.0

@@ -1137,6 +1137,6 @@ def test_nemo_2s_own_words_for_a_model_contradict_no_config(
     beside = Companions({"config.json": json.dumps(config_of(family) | rope).encode()})
     embedding = TensorSpec((256, 64), DType.bfloat16)
     read = model_of(
-        tmp_path, described_args(tmp_path / "weights"), beside, {"embedding.word_embeddings.weight": embedding}
+        tmp_path, described_args(tmp_path / "weights", None), beside, {"embedding.word_embeddings.weight": embedding}
     )
     assert not differences(read, shape)

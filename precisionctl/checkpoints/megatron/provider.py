@@ -165,43 +165,45 @@ def _activation(args: Mapping[str, Any]) -> str:
     return SILU if args.get("swiglu") or BLOCK_SIZE in args else GELU  # of Kimi K3, whose layers have their own
 
 
-def described_args(directory: Path) -> Mapping[str, Any]:
-    """Megatron-LM's arguments from the description beside a checkpoint of Bridge or NeMo; empty if there is none.
+def bridge_model(directory: Path) -> Mapping[str, Any] | None:
+    """The `model` section of Bridge's description beside a checkpoint; None if there is none."""
+    return bridge_section(directory, "model") if has_file(directory / BRIDGE, directory) else None
+
+
+def described_args(directory: Path, bridge: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Megatron-LM's arguments from the description beside a checkpoint of Bridge (`bridge_model`) or NeMo; empty if
+    there is none.
 
     Raises DamagedCheckpoint for a description that cannot be read.
     """
-    bridge, top = directory / BRIDGE, above(directory)
-    if has_file(bridge, directory):
-        return from_provider(bridge_section(directory, "model"))
+    if bridge is not None:
+        return from_provider(bridge)
+    top = above(directory)
     nemo = top / NEMO
     if own_name(directory) == "weights" and has_file(nemo, top):
         return from_nemo(_part(read_yaml(nemo, top), "config", nemo))
     return {}
 
 
-def described_towers(directory: Path) -> dict[str, Mapping[str, Any]]:
+def described_towers(bridge: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """What Bridge's description says of a wrapper's towers, as the parts of config.json, by dotted names: it holds the
     config objects of transformers (or one, `hf_config` or `thinker_config`, that holds these), by their class and their
-    dicts, or a dict alone. Empty if there is none."""
-    if not has_file(directory / BRIDGE, directory):
-        return {}
-    model = bridge_section(directory, "model")
-    whole, thinker = (_config_dict(model.get(name)) for name in ("hf_config", "thinker_config"))
+    dicts, or a dict alone."""
+    whole, thinker = (_config_dict(bridge.get(name)) for name in ("hf_config", "thinker_config"))
     names = ("vision_config", "audio_config")
-    parts = {name: _config_dict(model.get(name)) or whole.get(name) for name in names}
+    parts = {name: _config_dict(bridge.get(name)) or whole.get(name) for name in names}
     parts |= {f"thinker_config.{name}": thinker.get(name) for name in names}
-    parts |= {"sound_config": model.get("sound_config")}
+    parts |= {"sound_config": bridge.get("sound_config")}
     return {name: part for name, part in parts.items() if isinstance(part, dict)}
 
 
-def described_sharing(directory: Path) -> dict[str, object]:
+def described_sharing(bridge: Mapping[str, Any]) -> dict[str, object]:
     """What Bridge's description says of keys and values that a Gemma 4 does not compute with, by keys of config.json:
-    its provider of models with experts knows of no layers that share them. Empty if there is none."""
-    model = bridge_section(directory, "model") if has_file(directory / BRIDGE, directory) else {}
-    if not _provider(model).startswith("Gemma4"):
+    its provider of models with experts knows of no layers that share them."""
+    if not _provider(bridge).startswith("Gemma4"):
         return {}
-    usual = {} if _provider(model).startswith("Gemma4Dense") else {"num_kv_shared_layers": 0}
-    return usual | {key: model[key] for key in ("attention_k_eq_v", "num_kv_shared_layers") if key in model}
+    usual = {} if _provider(bridge).startswith("Gemma4Dense") else {"num_kv_shared_layers": 0}
+    return usual | {key: bridge[key] for key in ("attention_k_eq_v", "num_kv_shared_layers") if key in bridge}
 
 
 def _config_dict(value: object) -> dict[str, Any]:

@@ -41,7 +41,12 @@ from precisionctl.checkpoints.megatron.logical import (
 )
 from precisionctl.checkpoints.megatron.parameter_order import EVERY_KIND, Modules
 from precisionctl.checkpoints.megatron.payloads import SavedPayload, payload_bytes
-from precisionctl.checkpoints.megatron.provider import described_args, described_sharing, described_towers
+from precisionctl.checkpoints.megatron.provider import (
+    bridge_model,
+    described_args,
+    described_sharing,
+    described_towers,
+)
 from precisionctl.checkpoints.megatron.towers import with_towers
 from precisionctl.checkpoints.torch_dist.buckets import is_bucket, unpack_buckets
 from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip
@@ -132,7 +137,7 @@ class TorchDistReader(MegatronReader):
             return None
         self._gemma_4 = from_hf_config(config, self.companions.config_path)
         if not self.hints.trust_reference:
-            self._sharing = described_sharing(self.path)
+            self._sharing = described_sharing(self._bridge or {})
             check_unused(self._gemma_4, self._sharing, self.path)
         return self._gemma_4
 
@@ -152,7 +157,7 @@ class TorchDistReader(MegatronReader):
             )
         towers = BridgeTowers(self._stored, config, beside, self.path)
         if towers.own:
-            towers.check(described_towers(self.path))
+            towers.check(described_towers(self._bridge or {}))
             return towers
         if tower:
             what = f"`{tower}` is not known as part of a `{config['model_type']}`, of which config.json is"
@@ -236,10 +241,14 @@ class TorchDistReader(MegatronReader):
         return self._index.objects[key]
 
     @cached_property
+    def _bridge(self) -> Mapping[str, Any] | None:
+        return bridge_model(self.path)
+
+    @cached_property
     def args(self) -> Mapping[str, Any]:
         """Megatron's arguments, as saved or from a description by Bridge or NeMo; empty if there are none."""
         args = self.common.get("args")
-        return vars(args) if isinstance(args, argparse.Namespace) else described_args(self.path)
+        return vars(args) if isinstance(args, argparse.Namespace) else described_args(self.path, self._bridge)
 
     @property
     def iteration(self) -> int | None:
