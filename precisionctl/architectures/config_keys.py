@@ -217,6 +217,18 @@ def is_on(config: Config, key: str, absent: bool = False) -> bool:
     return bool(value)
 
 
+def as_object(value: object, name: str) -> Config:
+    """An object. Raises DamagedCheckpoint for anything else."""
+    if not isinstance(value, Mapping):
+        raise DamagedCheckpoint(f"{name} is {shown(value)}, not an object")
+    return value
+
+
+def section(config: Config, key: str) -> Config:
+    """The object under a key; empty where it is not there or null. Raises as `as_object`."""
+    return {} if config.get(key) is None else as_object(config[key], key)
+
+
 def check_passed_over(config: Config, taken: Config) -> None:
     """Raise DamagedCheckpoint where keys that transformers' class passes over say something else than it takes."""
     for key, value in taken.items():

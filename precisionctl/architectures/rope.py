@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from precisionctl.architectures.config_keys import Config, Fields, Rule, check_passed_over, is_on, size
+from precisionctl.architectures.config_keys import Config, Fields, Rule, check_passed_over, is_on, section, size
 from precisionctl.architectures.config_layers import WINDOWS, by_kind
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_parts import part_of_head, real
@@ -144,11 +144,9 @@ def rope_by_kind(
             parameters = {"full_attention": parameters}
         elif not config.get("rope_parameters") and parameters is not absent:
             raise DamagedCheckpoint("`rope_scaling` has parameters by kind of layer", do="Say them in rope_parameters.")
-        said = [parameters.get(kind) for kind in ("full_attention", "sliding_attention")]
-        kinds = [{} if each is None else each for each in said]
-        if not all(isinstance(each, dict) for each in kinds):
-            raise DamagedCheckpoint(f"rotary parameters are {shown(parameters)}")
-        if absent and any(each is not None and "rope_theta" not in each for each in said):
+        said = {name: parameters.get(name) for name in ("full_attention", "sliding_attention")}
+        kinds = [section(said, name) for name in said]
+        if absent and any(each is not None and "rope_theta" not in each for each in said.values()):
             what = f"a kind is without a `rope_theta` in {shown(parameters)}, and transformers takes another or fails"
             raise DamagedCheckpoint(what, do="Say one in the parameters of each kind of layers.")
         beside = {key: value for key, value in config.items() if key != "rope_theta"}
@@ -248,10 +246,7 @@ def rotary_parameters(config: Config, base: float, absent: Mapping[str, Any] | N
     """The parameters of rotary embeddings in config.json, under either of its keys. Raises DamagedCheckpoint if both
     keys are there and differ. `base` is the class's default for the rotary base, `absent` its default for absent
     parameters; `{}` is not absent, and scales nothing."""
-    both = [config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key) not in (None, {})]
-    for parameters in both:
-        if not isinstance(parameters, Mapping):
-            raise DamagedCheckpoint(f"rotary parameters are {shown(parameters)}, not an object")
+    both = [said for key in ("rope_parameters", "rope_scaling") if (said := section(config, key))]
 
     def fields(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
         in_kinds = bool(_LAYERS & parameters.keys())

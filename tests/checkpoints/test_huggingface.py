@@ -221,7 +221,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "sliding_window is 'x'",
     ),
     "a family that is a list": (lambda d: edit_config(d, model_type=["llama"]), "model_type is .'llama'., not a name"),
-    "rotary parameters that are a list": (lambda d: edit_config(d, rope_parameters=[1]), "rotary parameters are"),
+    "rotary parameters that are a list": (
+        lambda d: edit_config(d, rope_parameters=[1]),
+        r"rope_parameters is \[1\], not an object",
+    ),
     "rotary scaling without its factor": (lambda d: edit_config(d, rope_parameters={"type": "linear"}), "no `factor`"),
     "rotary scaling beside rotary parameters without it": (
         lambda d: edit_config(d, rope_scaling={"rope_type": "yarn", "factor": 4.0}),

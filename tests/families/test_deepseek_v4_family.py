@@ -220,8 +220,11 @@ def test_what_the_table_does_not_know_is_refused_by_its_key(changes: dict[str, A
         ({"qk_rope_head_dim": 32}, "qk_rope_head_dim is 32"),
         ({"qk_rope_head_dim": 10**18}, "qk_rope_head_dim is 1000"),
         ({"num_hash_layers": -1}, "num_hash_layers is -1"),
-        ({"rope_parameters": {"main": {"rope_type": "default", "rope_theta": 10000.0}, "compress": "yarn"}}, "rotary"),
-        ({"rope_parameters": {**deepseek_v4.YARN, "main": [], "compress": None}}, "rotary"),
+        (
+            {"rope_parameters": {"main": {"rope_type": "default", "rope_theta": 10000.0}, "compress": "yarn"}},
+            "compress is .yarn., not an object",
+        ),
+        ({"rope_parameters": {**deepseek_v4.YARN, "main": [], "compress": None}}, r"main is \[\], not an object"),
     ],
     ids=str,
 )

@@ -53,13 +53,12 @@ BESIDE = {
 def checked(said: object, family: str, *more: str) -> keys.Config:
     """A `linear_attn_config` of sizes, LISTS and these keys. Raises DamagedCheckpoint for what is no object, and
     UnknownArchitecture for other keys."""
-    if not isinstance(said, Mapping):
-        raise DamagedCheckpoint(f"linear_attn_config is {shown(said)}, not an object")
-    for key in said:
+    found = keys.as_object(said, "linear_attn_config")
+    for key in found:
         if key not in (*BESIDE, *LISTS, *more):
-            what = f"no {family} known here has linear_attn_config.{key}={shown(said[key])}"
+            what = f"no {family} known here has linear_attn_config.{key}={shown(found[key])}"
             raise UnknownArchitecture(what)
-    return said
+    return found
 
 
 def read_sizes(said: keys.Config, config: keys.Config, absent: Mapping[str, int]) -> keys.Fields:

@@ -103,16 +103,10 @@ _KEYS_OF_ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "compress_rope
 def _read_rope(config: keys.Config) -> keys.Fields:
     config = {"max_position_embeddings": 1 << 20, "head_dim": 512} | dict(beside_kinds(config))
     head = keys.size(config, "head_dim")
-    both = (config.get(key) for key in ("rope_scaling", "rope_parameters"))
-    said: Any = next((each for each in both if each not in (None, {})), {})
-    if not isinstance(said, Mapping):
-        raise DamagedCheckpoint(f"rotary parameters are {shown(said)}")
-    main, compressed = said.get("main"), said.get("compress")
-    if any(each is not None and not isinstance(each, Mapping) for each in (main, compressed)):
-        raise DamagedCheckpoint(f"rotary parameters are {shown(said)}")
-    if isinstance(main, Mapping) and isinstance(compressed, Mapping):
-        absent = {"partial_rotary_factor": 1.0}
-        main, compressed = absent | dict(main), absent | dict(compressed)
+    said = keys.section(config, "rope_scaling") or keys.section(config, "rope_parameters")
+    kinds = [keys.section(said, kind) for kind in ("main", "compress") if said.get(kind) is not None]
+    if len(kinds) == 2:
+        main, compressed = ({"partial_rotary_factor": 1.0, **each} for each in kinds)
     else:
         turning = config.get("partial_rotary_factor")
         if turning is None:

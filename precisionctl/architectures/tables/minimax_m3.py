@@ -119,9 +119,7 @@ def _write_experts(model: ModelShape) -> keys.Config:
 
 
 def _read_indexer(config: keys.Config) -> keys.Fields:
-    said = config.get("sparse_attention_config") or {}
-    if not isinstance(said, Mapping):
-        raise DamagedCheckpoint(f"sparse_attention_config is {shown(said)}, not an object")
+    said = keys.section(config, "sparse_attention_config")
     for only in _FIXED:
         only.read({"model_type": config.get("model_type"), **said})
     flags = said.get("sparse_attention_freq")

@@ -13,7 +13,7 @@ from precisionctl.architectures.param_map import TIED, Architecture, renamed
 from precisionctl.architectures.rearrangements import Joined
 from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.tables.gpt2 import sizes
-from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_parts import real
 
 NAMES = {
@@ -45,9 +45,7 @@ _ATTENTION: Mapping[str, object] = {
 
 
 def _read_attention(config: keys.Config) -> keys.Fields:
-    said = {} if config.get("attn_config") is None else config["attn_config"]
-    if not isinstance(said, Mapping):
-        raise DamagedCheckpoint(f"attn_config is {shown(said)}, not an object")
+    said = keys.section(config, "attn_config")
     for key, known in _ATTENTION.items():
         if said.get(key, known) != known:
             what = f"no mpt known here has {key}={shown(said[key])} in attn_config"

@@ -148,10 +148,8 @@ def _by_kinds(config: keys.Config, windows: Sequence[bool]) -> dict[str, Any]:
         of_kind = found[_KINDS[in_window]] = {"rope_type": "default", "rope_theta": theta}
         if share is not None:
             of_kind["partial_rotary_factor"] = part_of_head(share, "partial_rotary_factors")
-    scaling = config.get("rope_scaling")
+    scaling = keys.section(config, "rope_scaling")
     if scaling and _KINDS[False] in found:
-        if not isinstance(scaling, Mapping):
-            raise DamagedCheckpoint(f"rope_scaling is {shown(scaling)}, not an object")
         scaled = config.get("yarn_only_types")
         if scaled not in (None, [_KINDS[False]]) and any(windows):
             raise UnknownArchitecture(f"yarn_only_types={shown(scaled)}", do="Known is scaling without windows alone.")
@@ -169,11 +167,7 @@ def _read_rope(config: keys.Config, windows: Sequence[bool]) -> keys.Fields:
         sized = {key: value for key, value in config.items() if key == "max_position_embeddings"}
         return rope_of_kinds({**sized, "rope_parameters": kinds}, windows, {}, 1.0)
 
-    said, used = config.get("rope_parameters"), [_KINDS[kind] for kind in {*windows}]
-    if said is None:
-        said = {}
-    if not isinstance(said, Mapping):
-        raise DamagedCheckpoint(f"rope_parameters is {shown(said)}, not an object")
+    said, used = keys.section(config, "rope_parameters"), [_KINDS[kind] for kind in {*windows}]
     if not all(isinstance(said.get(kind), Mapping) for kind in used):
         return fields(_by_kinds(config, windows))
     found = fields(said)
@@ -187,9 +181,7 @@ def _read_rope(config: keys.Config, windows: Sequence[bool]) -> keys.Fields:
 def _read_heads(config: keys.Config, windows: Sequence[bool]) -> keys.Fields:
     said = {**_ABSENT, **config}
     heads, groups, head = (keys.size(said, key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    other = config.get("attention_other_setting") or {}
-    if not isinstance(other, Mapping):
-        raise DamagedCheckpoint(f"attention_other_setting is {shown(other)}, not an object")
+    other = keys.section(config, "attention_other_setting")
     alike = {"attention_type": _KINDS[True], "num_attention_groups": groups, "head_dim": head}
     if any(other.get(key) not in (None, value) for key, value in alike.items()):
         do = "Known are layers with a window that have another number of heads, and nothing else otherwise."
