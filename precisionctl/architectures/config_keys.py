@@ -5,7 +5,7 @@ A family lists its entries; several are common to many and stand here. Fields of
 kind, and UnknownArchitecture for a setting that the family's table does not cover.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -227,6 +227,16 @@ def as_object(value: object, name: str) -> Config:
 def section(config: Config, key: str) -> Config:
     """The object under a key; empty where it is not there or null. Raises as `as_object`."""
     return {} if config.get(key) is None else as_object(config[key], key)
+
+
+def as_list(
+    value: object, name: str, of: str, lengths: Container[int] = range(MOST_LAYERS + 1), kinds: tuple[type, ...] = ()
+) -> list[Any]:
+    """A list of one of these lengths, and of values of these kinds, if there are any; `of` is what a message calls
+    them. Raises DamagedCheckpoint for anything else."""
+    if not isinstance(value, list) or len(value) not in lengths or (kinds and {*map(type, value)} - {*kinds}):
+        raise DamagedCheckpoint(f"{name} is {shown(value)}, not a list of {of}")
+    return value
 
 
 def check_passed_over(config: Config, taken: Config) -> None:

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from precisionctl.architectures.config_keys import Config, Fields, Rule, is_on, layers, size, whole
+from precisionctl.architectures.config_keys import Config, Fields, Rule, as_list, is_on, layers, size, whole
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model.model_parts import MOST_LAYERS
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.sizes import counted
 
@@ -122,13 +121,10 @@ WINDOWS = {"sliding_attention": True, "full_attention": False}
 def listed_layers(config: Config, kinds: Mapping[str, bool], key: str = "layer_types") -> list[bool] | None:
     """What the kinds of layers that are listed under a key mean; None where there is no list. Raises DamagedCheckpoint
     unless each layer has one (as PreTrainedConfig.validate_layer_type), UnknownArchitecture for another kind."""
-    listed = config.get(key)
-    if listed is None:
+    if config.get(key) is None:
         return None
     count = layers(config)
-    if not isinstance(listed, list) or len(listed) != count:
-        what = f"{key} is {shown(listed)}, not a list of {counted(count, 'layer')}"
-        raise DamagedCheckpoint(what)
+    listed = as_list(config[key], key, counted(count, "layer"), (count,))
     unknown = [kind for kind in listed if not isinstance(kind, str) or kind not in kinds]
     if unknown:
         what = f"layers of type {shown(unknown[0])} in {key}"
@@ -148,9 +144,7 @@ def sizes_by_layer(config: Config) -> dict[str, dict[str, Any]]:
 def numbered_layers(listed: object, key: str) -> frozenset[int]:
     """The layers whose numbers are listed under a key."""
     # as many as there may be layers: numbers can be chosen to have one hash, and take time quadratic in how many
-    if not isinstance(listed, list) or len(listed) > MOST_LAYERS or any(type(layer) is not int for layer in listed):
-        raise DamagedCheckpoint(f"{key} is {shown(listed)}, not a list of layers")
-    return frozenset(listed)
+    return frozenset(as_list(listed, key, "layers", kinds=(int,)))
 
 
 def everywhere(config: Config, layers: int) -> list[bool]:

@@ -4,7 +4,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from precisionctl.architectures.config_keys import Config, Fields, Rule, check_passed_over, is_on, section, size
+from precisionctl.architectures.config_keys import (
+    Config,
+    Fields,
+    Rule,
+    as_list,
+    check_passed_over,
+    is_on,
+    section,
+    size,
+)
 from precisionctl.architectures.config_layers import WINDOWS, by_kind
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_parts import part_of_head, real
@@ -337,9 +346,7 @@ def _scaling(kind: object, rope: dict[str, Any], config: Config) -> dict[str, An
 
 
 def _factors(values: object, name: str) -> list[float]:
-    if not isinstance(values, list) or not 1 <= len(values) <= 1 << 16:
-        raise DamagedCheckpoint(f"{name} is {shown(values)}, not a list of factors")
-    return [real(value, name) for value in values]
+    return [real(value, name) for value in as_list(values, name, "factors", range(1, (1 << 16) + 1))]
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:

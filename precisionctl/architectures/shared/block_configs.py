@@ -4,6 +4,7 @@ heterogeneous layers read, too (megatron/core/transformer/heterogeneous/heteroge
 from collections.abc import Mapping
 from typing import Any
 
+from precisionctl.architectures.config_keys import as_list
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, at, shown
 from precisionctl.model.model_parts import Heterogeneous, check_size, real
 from precisionctl.model.model_shape import ModelShape
@@ -16,10 +17,8 @@ _MULTIPLE = 256
 def read_blocks(said: object, heads: int, hidden: int) -> Heterogeneous:
     """Sizes by layer, of a model with so many heads and hidden states so wide. Raises DamagedCheckpoint for what is no
     list of blocks, and UnknownArchitecture for blocks that are something else than attention and an MLP."""
-    if not isinstance(said, list):
-        raise DamagedCheckpoint(f"{KEY} is {shown(said)}, not a list of blocks")
     groups, channels = [], []
-    for layer, block in enumerate(said):
+    for layer, block in enumerate(as_list(said, KEY, "blocks")):
         with at(f"{KEY}[{layer}]"):
             attention, mlp = _parts(block)
             groups.append(_groups(attention, heads))

@@ -17,6 +17,7 @@ from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_parts import MOST_LAYERS, check_count, real
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.sparse_parts import CSA
+from precisionctl.sizes import counted
 
 _KINDS = {"sliding_attention": "W", "compressed_sparse_attention": "C", "heavily_compressed_attention": "H"}
 _BY_RATIO = {ratio: kind for kind, ratio in CSA.RATIOS.items()}
@@ -31,11 +32,10 @@ def _count(config: keys.Config) -> int:
 def _listed(config: keys.Config, key: str, known: Mapping[Any, Any]) -> list[Any] | None:
     """What is listed under a key of each layer, as transformers takes it: what is beyond the last one does not count.
     None where there is no list."""
-    listed, count = config.get(key), _count(config)
-    if listed is None:
+    if config.get(key) is None:
         return None
-    if not isinstance(listed, list) or len(listed) < count:
-        raise DamagedCheckpoint(f"{key} is {shown(listed)}, not a list of {count} layers")
+    count = _count(config)
+    listed = keys.as_list(config[key], key, counted(count, "layer"), range(count, MOST_LAYERS + 1))
     for each in listed[:count]:
         if not isinstance(each, str | int) or each not in known:
             raise UnknownArchitecture(f"layers of type {shown(each)} in {key}")

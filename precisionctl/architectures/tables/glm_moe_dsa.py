@@ -9,21 +9,22 @@ from precisionctl.architectures.param_map import TIED, Architecture
 from precisionctl.architectures.shared import deepseek_keys, deepseek_rows
 from precisionctl.architectures.tables.deepseek_v32 import COMMON, ROWS
 from precisionctl.errors import DamagedCheckpoint, shown
-from precisionctl.model.model_parts import MOST_LAYERS
 from precisionctl.model.model_shape import ModelShape
 
 _KINDS = {"full": True, "F": True, "shared": False, "S": False}
 
 
 def _read_layers(config: keys.Config) -> keys.Fields:
-    listed = next((config[key] for key in ("indexer_types", "index_topk_pattern") if config.get(key) is not None), None)
-    if listed is None:
+    key = next((key for key in ("indexer_types", "index_topk_pattern") if config.get(key) is not None), None)
+    if key is None:
         every = max(keys.whole(config, "index_topk_freq", 1), 1)
         after = keys.whole(config, "index_skip_topk_offset", 2)
         numbers = range(keys.layers(config))
         return {"dsa.layers": tuple(max(layer - after + 1, 0) % every == 0 for layer in numbers)}
-    if not isinstance(listed, list | str) or len(listed) > MOST_LAYERS or any(kind not in _KINDS for kind in listed):
-        raise DamagedCheckpoint(f"indexers are {shown(listed)}, not a list of `full` and `shared`")
+    said = [*config[key]] if isinstance(config[key], str) else config[key]
+    listed = keys.as_list(said, key, "`full` and `shared`", kinds=(str,))
+    if not _KINDS.keys() >= {*listed}:
+        raise DamagedCheckpoint(f"{key} is {shown(config[key])}, not a list of `full` and `shared`")
     return {"dsa.layers": tuple(_KINDS[kind] for kind in listed)}
 
 

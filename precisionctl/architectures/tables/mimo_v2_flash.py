@@ -79,9 +79,10 @@ def _read_attention(config: keys.Config) -> keys.Fields:
 
 
 def _read_window(said: keys.Config) -> keys.Fields:
-    seen = said.get("sliding_window_size")
-    check_count(seen or 0, "sliding_window_size", 1 << 29)
-    return {"sliding_window": keys.size(said, "sliding_window") if seen is None else seen + 1}
+    if said.get("sliding_window_size") is None:
+        return {"sliding_window": keys.size(said, "sliding_window")}
+    check_count(said["sliding_window_size"], "sliding_window_size", 1 << 29)
+    return {"sliding_window": said["sliding_window_size"] + 1}
 
 
 def _in_published_words(windows: list[bool], in_global: int, fields: keys.Fields) -> keys.Config:

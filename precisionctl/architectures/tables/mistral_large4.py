@@ -17,8 +17,7 @@ from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.tables.glm_moe_dsa import INDEXERS
 from precisionctl.architectures.tables.smollm3 import ROPE_LAYERS, with_rope
-from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model.model_parts import MOST_LAYERS
+from precisionctl.errors import UnknownArchitecture
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import REPLICATED, ROWS, Parallel
 
@@ -114,8 +113,7 @@ def _read_sources(config: keys.Config) -> keys.Fields:
     listed, number = config.get("kv_source_layers"), keys.layers(config)
     if listed is None or listed == [*range(number)]:
         return {}
-    if not isinstance(listed, list) or len(listed) > MOST_LAYERS or any(type(each) is not int for each in listed):
-        raise DamagedCheckpoint(f"kv_source_layers is {shown(listed)}, not a list of layers")
+    keys.as_list(listed, "kv_source_layers", "layers", kinds=(int,))
     kinds = with_rope(config)
     last: dict[bool, int] = {}
     for layer, (source, kind) in enumerate(zip(listed, kinds, strict=False)):

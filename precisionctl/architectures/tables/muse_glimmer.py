@@ -13,7 +13,7 @@ from precisionctl.architectures.param_map import Architecture, Row
 from precisionctl.architectures.rope import KEYS, rope
 from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.tables.afmoe import GATED_QKV
-from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_parts import real
 from precisionctl.model.model_shape import ModelShape
 
@@ -42,12 +42,7 @@ def positions(parameters: keys.Rule) -> keys.Rule:
         fields, number = parameters.read(config), keys.layers(config)
         turning, listed = _all_but_every_fourth(config, number), config.get(key)
         if listed is not None:
-            if (
-                not isinstance(listed, list)
-                or len(listed) != number
-                or any(type(each) not in (int, float) for each in listed)
-            ):
-                raise DamagedCheckpoint(f"{key} is {shown(listed)}, not a list of {number} bases")
+            keys.as_list(listed, key, f"{number} bases", (number,), kinds=(int, float))
             turning = [each != 0 for each in listed]
             for each in listed:
                 if each not in (0, fields["rotary_base"]):

@@ -115,8 +115,7 @@ _LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "atten
 def _read_layers(config: keys.Config) -> keys.Fields:
     listed, pattern = config.get("layers_block_type"), config.get("hybrid_override_pattern")
     if listed is not None:
-        if not isinstance(listed, list) or len(listed) > MOST_LAYERS:
-            raise DamagedCheckpoint(f"layers_block_type is {shown(listed)}, not a list of layers")
+        keys.as_list(listed, "layers_block_type", "layers")
         unknown = [kind for kind in listed if not isinstance(kind, str) or kind not in _LETTERS]
         if unknown:
             raise UnknownArchitecture(f"layers of type {shown(unknown[0])}")

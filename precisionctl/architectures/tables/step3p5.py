@@ -13,6 +13,7 @@ Step 3.7 alone. Published files have experts in three tensors for a layer, its c
 codes of each expert by itself.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -109,18 +110,22 @@ def _ahead(config: keys.Config) -> int:
 
 def _of_decoder(config: keys.Config, key: str) -> list[Any] | None:
     """What a key lists of the decoder's layers; None where it says nothing."""
-    listed, number = config.get(key), keys.layers(config)
-    if listed is None:
+    if config.get(key) is None:
         return None
-    if not isinstance(listed, list) or len(listed) not in (number, number + _ahead(config)):
-        raise DamagedCheckpoint(f"{key} is {shown(listed)}, not a list of {counted(number, 'layer')}")
-    return listed[:number]
+    number = keys.layers(config)
+    return keys.as_list(config[key], key, counted(number, "layer"), (number, number + _ahead(config)))[:number]
+
+
+def _of_prediction(config: keys.Config, of_all: str, own: str) -> list[Any]:
+    """What is listed of prediction layers: behind the decoder's layers, or under a key of their own."""
+    behind = config.get(of_all) or []
+    return [*behind[keys.layers(config) :], *keys.as_list(config.get(own) or [], own, "layers")]
 
 
 def _windows(config: keys.Config) -> list[bool]:
     """Whether each layer has the window. Prediction layers have it, too, if any has."""
     windows = layers_in_window({**config, "layer_types": _of_decoder(config, "layer_types")}, nowhere)
-    ahead = (config.get("layer_types") or [])[len(windows) :] or config.get("mtp_layer_types") or []
+    ahead = _of_prediction(config, "layer_types", "mtp_layer_types")
     if any(kind != _KINDS[any(windows)] for kind in ahead):
         do = f"Known are prediction layers of {_KINDS[any(windows)]}."
         raise UnknownArchitecture(f"mtp_layer_types={shown(ahead)}", do=do)
@@ -248,15 +253,15 @@ def _listed_experts(config: keys.Config) -> list[bool]:
     number = keys.layers(config)
     types = _of_decoder(config, "mlp_layer_types")
     listed = listed_layers({**config, "mlp_layer_types": types}, deepseek_keys.MLPS, "mlp_layer_types")
-    ahead = [*(config.get("mlp_layer_types") or [])[number:], *(config.get("mtp_mlp_layer_types") or [])]
+    ahead = _of_prediction(config, "mlp_layer_types", "mtp_mlp_layer_types")
     numbers = config.get("moe_layers_enum")
     if numbers is None:
         found = [layer >= 3 for layer in range(number)] if listed is None else listed
     else:
-        items = numbers.split(",") if isinstance(numbers, str) else numbers
-        if not isinstance(items, list):
-            raise DamagedCheckpoint(f"moe_layers_enum is {shown(numbers)}, not a list of layers")
-        sparse = numbered_layers([int(item) for item in items if str(item).strip()], "moe_layers_enum")
+        texts = numbers.split(",") if isinstance(numbers, str) else []
+        if texts and all(re.fullmatch(r"\s*[0-9]{0,9}\s*", text) for text in texts):
+            numbers = [int(text) for text in texts if text.strip()]
+        sparse = numbered_layers(numbers, "moe_layers_enum")
         found = [layer in sparse for layer in range(number)]
         ahead += ["sparse" for layer in range(number, number + _ahead(config)) if layer in sparse]
         if listed not in (None, found):
