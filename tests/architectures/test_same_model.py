@@ -221,7 +221,7 @@ READ: dict[str, tuple[Any, ...]] = {
     "softmax_type": ("learnable", "off-by-one", "vanilla"),
     "moe_layer_freq": (2, [0, 1, 1, 1, 1, 1, 1]),
     "moe_router_score_function": ("softmax", "sigmoid"),
-    "attention_output_gate": (True, False),
+    **dict.fromkeys(("attention_output_gate", "head_wise_attn_gate"), (True, False)),
     "experimental_attention_variant": ("gated_delta_net", "kda", None),
     **dict.fromkeys(("kda_f_lora_rank", "kda_gate_lora_rank"), (8, None)),
     "kda_safe_gate": (True, False),
@@ -245,6 +245,8 @@ READ: dict[str, tuple[Any, ...]] = {
     "kimi_kda_gate_lower_bound": (-3.0,),
     "kimi_kda_layers": ([1],),
     "kimi_attn_res_block_size": (7,),
+    "heterogeneous_layers_config_path": ("others.json", None),
+    "heterogeneous_layers_config_encoded_json": (json.dumps({"block_configs": [pico.block(1, 2.625)] * 5}), None),
 }
 """Every argument that says what is computed, and other values of it."""
 

@@ -127,7 +127,7 @@ TOKENIZERS = {
     "an end that no model has": (
         changed(model=known_as(**{"<eos>": (1 << 32) - 1}), added_tokens=[]),
         "a",
-        "end-of-text token is 4294967295",
+        "begins or ends texts with 4294967295",
     ),
     "an end that is a list": (changed("tokenizer_config.json", eos_token=["a", "b"]), "a", "does not load"),
     "a length that is none": (changed("tokenizer_config.json", model_max_length="x"), "a", "TypeError"),

@@ -179,7 +179,7 @@ def assert_texts_are_apart(family: str, directory: Path, lengths: Sequence[int] 
 
 
 class _Margins(TorchFunctionMode):
-    """The least distance by which a `topk` left out what it did not choose."""
+    """The least distance by which a `topk` left out what it did not choose, or of a value from the limit of a clamp."""
 
     least = math.inf
 
@@ -193,12 +193,16 @@ class _Margins(TorchFunctionMode):
                 margins = (last - next_best).masked_fill(~last.isfinite(), math.inf)
                 margins = margins.masked_fill((last == 0) & (next_best == 0), math.inf)  # a ReLU's, in every rounding
                 self.least = min(self.least, float(margins.min()))
+        elif function is Tensor.clamp:
+            limits = [limit for limit in (*args[1:], *(kwargs or {}).values()) if isinstance(limit, float)]
+            self.least = min([self.least, *(float((args[0] - limit).abs().min()) for limit in limits)])
         return function(*args, **kwargs or {})
 
 
 def clear_tokens(model: GPT, shape: tuple[int, ...], vocabulary: int = VOCABULARY) -> Tensor:
-    """Random tokens that leave no router and no indexer in doubt. Of one in a hundred draws a token's experts would be
-    decided by how a processor rounds, and one model would choose others than the other."""
+    """Random tokens that leave no router, no indexer and no clamp in doubt. Of one in a hundred draws a token's experts
+    would be decided by how a processor rounds, and one model would choose others than the other; or a value would be
+    as large as its limit in one alone, which has no gradient then."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(20):
         tokens = torch.randint(vocabulary, shape, generator=generator)
