@@ -1,4 +1,4 @@
-"""Which recipes of FP8 and NVFP4 this machine runs, and which of a checkpoint's payloads Transformer Engine will load."""
+"""Which recipes of FP8 and NVFP4 this machine runs, and which payloads of a checkpoint Transformer Engine will load."""
 
 from __future__ import annotations
 

@@ -72,8 +72,8 @@ def _check(plan: RunPlan, ranks: int) -> None:
     check_balance(plan.balance)
     if plan.recipe.precision.fp8 and plan.backend != "te":
         raise EnvironmentProblem(
-            "FP8 in Megatron-Core is Transformer Engine's, and this machine does not run it",
-            do="Give --precision bf16, or leave --engine out: the bundled trainer emulates FP8.",
+            f"{plan.recipe.precision.codes} in Megatron-Core is Transformer Engine's, and this machine does not run it",
+            do="Give --precision bf16, or leave --engine out: the bundled trainer emulates it.",
         )
     if plan.recipe.parallel.context > 1 and plan.backend != "te":
         raise EnvironmentProblem(

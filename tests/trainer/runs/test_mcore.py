@@ -200,6 +200,17 @@ def test_megatron_core_builds_every_model_that_passes_the_check(sizes: dict[str,
     assert "mixtral" in built
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:megatron")
+def test_megatron_core_is_asked_for_nvfp4_by_the_name_that_it_has() -> None:
+    judge("megatron.core", "its TransformerConfig is asked")
+    recipe = load_recipe("nvfp4", ["precision.num_layers_at_end_in_bf16=1"])
+    model = from_hf_config(pico.settings("llama-2"))
+    config = make_config(model, recipe, Balance(), te=True, dtype=torch.bfloat16, equal_rows=True)
+    assert (config.fp4, config.fp4_recipe, config.fp8) == ("e2m1", "nvfp4", None)
+    kept = config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16
+    assert config.first_last_layers_bf16 and kept == (0, 1) and not config.fp4_param
+
+
 def test_groups_of_queries_may_be_fewer_than_tensor_ranks_but_must_divide_them() -> None:
     model, recipe = from_hf_config(QWEN_3_30B), load_recipe("bf16")  # 4 groups
     for tensor in (2, 4, 8):
