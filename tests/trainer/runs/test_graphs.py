@@ -48,6 +48,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rows | Blend]:
         ({"family": "mixtral"}, "the sizes of the experts' GEMMs"),
         ({"family": "gemma4-small"}, "takes more than the hidden states"),
         ({"shape": {"attn_res_block_size": 2}}, "takes more than the hidden states"),
+        ({"preset": "nvfp4"}, "NVFP4 rounds gradients at random"),
+        ({"preset": "mxfp8"}, None),
         ({"train": {"recompute": "layer"}}, "train.recompute computes"),
         ({"data": {"sequence_length": 1000}}, "rows of a multiple of 128 tokens"),
         ({"rows": "conversations"}, "another shape in each pass"),
@@ -61,7 +63,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rows | Blend]:
 def test_a_run_is_refused_with_the_reason(
     changes: dict[str, Any], reason: str | None, rows: dict[str, Rows | Blend]
 ) -> None:
-    recipe = replace(GRAPHED, train=replace(GRAPHED.train, **changes.get("train", {})))
+    precision = PRESETS[changes.get("preset", "fp8-delayed")]
+    recipe = Recipe(precision, replace(GRAPHED.train, **changes.get("train", {})))
     recipe = replace(recipe, data=replace(recipe.data, **changes.get("data", {})))
     model, data = shape(changes.get("family", "llama-3")), rows[changes.get("rows", "text")]
     model = replace(model, **changes.get("shape", {}))

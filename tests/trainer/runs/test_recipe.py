@@ -15,7 +15,9 @@ from precisionctl.recipe import Data, Optimizer, Recipe, Schedule, Share, Train,
 
 def test_each_plain_recipe_says_what_its_name_says() -> None:
     for name in PLAIN_RECIPES:  # test_model_recipes.py has the others
-        assert load_recipe(name).precision.fp8 == ("fp8" in name)
+        precision = load_recipe(name).precision
+        assert precision.fp8 == ("bf16" not in name)
+        assert (precision.codes == "NVFP4") == (name == "nvfp4")
 
 
 @pytest.mark.parametrize("name", PRESETS)

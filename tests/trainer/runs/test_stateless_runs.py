@@ -139,7 +139,6 @@ def test_nvfp4_that_is_killed_rounds_its_gradients_as_it_would_have(place: Path,
         ("nvfp4", {"precision__scaling": "mxfp8"}, "--precision nvfp4, but precision.scaling = mxfp8 is FP8"),
         ("nvfp4", {"cold_start": True}, "--cold-start empties the state of delayed scaling, and this run keeps none"),
         ("nvfp4", {"collect_amax": True}, "--collect-amax is for BF16 runs, and this one is in NVFP4"),
-        ("nvfp4", {"train__graphs": True}, "rounds gradients at random|this run is emulated"),
     ],
 )
 def test_what_does_not_go_with_nvfp4_is_refused(
