@@ -41,6 +41,7 @@ from precisionctl.reports import inspect
 from precisionctl.trainer.data.rows import EqualRows, Rows
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
+from precisionctl.trainer.optimizer.muon import MasterMuon
 from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved import loading
 from precisionctl.verify.compare import compare
@@ -441,9 +442,8 @@ def test_megatron_core_and_resume_hold_the_optimizer_that_came_from_pytorch(tmp_
         assert all(torch.equal(tensor, expected[f"optimizer.state.{kind}.{name}"]) for name, tensor in held.items())
         assert len(held) * 3 == len(expected)
     recipe = load_recipe("bf16")
-    rows = Rows(np.zeros(2, np.int32), None, EqualRows(1, 1), padding=0, largest=0, digest="")
     gpt = GPT(reader.model, recipe.precision)
-    run = Run(recipe, gpt, MasterAdamW(gpt, recipe.optimizer), rows)
+    run = Run(recipe, gpt, MasterAdamW(gpt, recipe.optimizer), no_rows())
     loading.load_optimizer(reader, run, loading.plan_optimizer(reader, run))
     assert run.optimizer.steps == 2
     for kind, tensors in run.optimizer.tensors.items():
@@ -495,9 +495,30 @@ def test_muons_momentum_goes_to_megatron_and_to_nothing_else(tmp_path: Path) -> 
     for container in ("dcp", "deepspeed-universal"):
         with pytest.raises(CheckpointError, match=r"Muon.*goes to Megatron alone.*--drop-optimizer"):
             conversions.run(path, tmp_path / container, "hf", container=container)
-    with pytest.raises(CheckpointError, match=r"Muon.*--skip optimizer"):
+    with pytest.raises(CheckpointError, match=r"Muon.*preset=muon.*--skip optimizer"):
         loading.first_step(open_checkpoint(path), (), load_recipe("bf16"))
     conversions.run(path, tmp_path / "weights", "megatron", drop_optimizer=True)
+    goes_on_by_muon(path, found)
+
+
+def goes_on_by_muon(path: Path, expected: dict[str, Tensor]) -> None:
+    """A run by Muon goes on from the momentum and moments of torch's optimizers, as a conversion has them."""
+    reader, recipe = open_checkpoint(path), load_recipe("bf16", ["optimizer.preset=muon"])
+    assert loading.first_step(reader, (), recipe) == 1
+    gpt = GPT(reader.model, recipe.precision)
+    run = Run(recipe, gpt, MasterMuon(gpt, reader.model, recipe.optimizer), no_rows())
+    loading.load_optimizer(reader, run, loading.plan_optimizer(reader, run))
+    assert run.optimizer.steps == 1
+    for kind, tensors in run.optimizer.tensors.items():
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, expected[f"{STATE}{kind}.{name}"][: len(tensor)]), (kind, name)
+    (note,) = (each for each in loading.loading_notes(recipe, reader, ()) if each.startswith("optimizer: "))
+    assert "masters, moments and momentum of the checkpoint, after 1 update; it had" in note
+    assert "weight_decay 0.01, here 0.1" in note and "momentum 0.9, here" not in note
+
+
+def no_rows() -> Rows:
+    return Rows(np.zeros(2, np.int32), None, EqualRows(1, 1), padding=0, largest=0, digest="")
 
 
 def test_muons_settings_are_those_of_most_parameters_and_never_of_a_group_without_any(tmp_path: Path) -> None:

@@ -206,6 +206,9 @@ def make_runs(exact: dict[str, Any], fp8: dict[str, Any]) -> None:
         **shorter | {"train__micro_batch_size": 2},
     )
     run("four sharing", 4, **shared, **STILL)
+    muon = {"optimizer__preset": "muon", "optimizer__muon_extra_scale_factor": 0.2, "optimizer__clip_norm": 0}
+    run("muon alone", 1, source="moe", **ONCE, **muon)
+    run("muon shared", 4, **shared, **ONCE, **muon)
     record("moe recorded at once", 1, 1, 4, source="moe")
     record("moe recorded at once by tensor", 4, 1, 2, **shared)
     run_command("killed in a save", saving_it(die))

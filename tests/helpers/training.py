@@ -10,6 +10,7 @@ from typing import Any
 
 import pico
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from precisionctl.fp8.state import Fp8States
@@ -141,3 +142,16 @@ def run_with_kills(made: Settings, steps: set[int]) -> None:
             return
         except Killed:
             pass
+
+
+def as_module(parameters: Mapping[str, Tensor]) -> nn.Module:
+    """A module with copies of these as parameters of these names, for an optimizer."""
+    made = nn.Module()
+    for name, values in parameters.items():
+        here, (*path, last) = made, name.split(".")
+        for part in path:
+            if not hasattr(here, part):
+                here.add_module(part, nn.Module())
+            here = here.get_submodule(part)
+        here.register_parameter(last, nn.Parameter(values.clone()))
+    return made

@@ -13,6 +13,7 @@ from in_memory import to_megatron
 from programs import run_program, word_for_soak
 from soaking import in_soak
 from torch import Tensor
+from training import SMALL, as_module
 
 from precisionctl.checkpoints.base import WithOptimizer
 from precisionctl.checkpoints.chunks import read_tensor
@@ -20,8 +21,10 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import RecipeError
 from precisionctl.fp8 import sidecar
-from precisionctl.recipe import load_recipe
+from precisionctl.param import EMBEDDING
+from precisionctl.recipe import Optimizer, load_recipe
 from precisionctl.trainer.measure.metrics import FILE, SHADOWS, read_metrics
+from precisionctl.trainer.optimizer.muon import MasterMuon
 from precisionctl.trainer.parallel import world
 
 Told = dict[str, dict[str, Any]]
@@ -57,9 +60,9 @@ def differing(a: Path, b: Path) -> set[str]:
     return {name for name in names if not filecmp.cmp(a / name, b / name, shallow=False)}
 
 
-def moments(checkpoint: Path) -> dict[str, Tensor]:
+def moments(checkpoint: Path, kind: str = "exp_avg") -> dict[str, Tensor]:
     source = WithOptimizer(TorchDistReader(checkpoint))
-    return {name: read_tensor(source, name) for name in source.specs if ".exp_avg." in name}
+    return {name: read_tensor(source, name) for name in source.specs if f".{kind}." in name}
 
 
 @first_model
@@ -71,6 +74,30 @@ def test_two_ranks_make_every_bit_of_one_process_with_as_many_micro_batches(
     assert steps(told, f"{model} two") == steps(told, f"{model} alone")
     last = [place / f"{model} {ranks}/iter_0000006" for ranks in ("alone", "two")]
     assert differing(*last) == {str(sidecar.RELATIVE)}  # histories have other rows: one for a pass of all ranks
+
+
+def test_ranks_that_share_matrices_in_every_way_orthogonalize_them_whole(place: Path, told: Told) -> None:
+    """Two tensor ranks, among which FSDP2 shards again, with half of the experts each. Gradients are those of one
+    process but for rounding in BF16, which may send a token to another expert. Every update is that of one process from
+    the average that was saved."""
+    ((_, alone, _),), ((_, shared, _),) = steps(told, "muon alone"), steps(told, "muon shared")
+    assert shared == pytest.approx(alone, rel=1e-3)
+    one, two = (moments(place / name / "iter_0000001", "momentum_buffer") for name in ("muon alone", "muon shared"))
+    assert one.keys() == two.keys() and len(one) > 12
+    start, moved = to_megatron(open_checkpoint(place / "moe")), moments(place / "muon shared/iter_0000001", "param")
+    settings = Optimizer(preset="muon", muon_extra_scale_factor=0.2, muon_momentum=0.0, clip_norm=0.0)
+    names = [name.removeprefix("optimizer.state.momentum_buffer.") for name in two]
+    module = as_module({name: start.tensors[name].float() for name in [*names, EMBEDDING]})
+    optimizer = MasterMuon(module, start.model, settings)
+    for name in names:
+        gradient = two[f"optimizer.state.momentum_buffer.{name}"]
+        assert (gradient - one[f"optimizer.state.momentum_buffer.{name}"]).norm() < 0.2 * gradient.norm(), name
+        optimizer.masters[name].grad = gradient
+    optimizer.step(SMALL["optimizer.lr"] / 2)
+    for name in names:
+        expected, before = optimizer.masters[name], start.tensors[name].float()
+        apart = moved[f"optimizer.state.param.{name}"] - expected
+        assert apart.norm() < 1e-3 * (expected - before).norm() > 0, name
 
 
 def test_amaxes_are_the_largest_of_what_one_process_sees_in_as_many_passes(place: Path) -> None:

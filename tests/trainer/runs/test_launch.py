@@ -66,7 +66,7 @@ def parse(version: str, words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     for flag, about in FLAGS[version].items():
         if about.get("switch"):
-            off = flag.startswith(("--disable-", "--no-bias-", "--no-rope-"))
+            off = flag.startswith(("--disable-", "--no-bias-", "--no-rope-", "--muon-no-"))
             parser.add_argument(flag, dest=about["dest"], action="store_false" if off else "store_true")
         else:
             kind = READERS[about.get("type", "str")]
@@ -440,6 +440,44 @@ def test_an_fp8_lm_run_brings_megatrons_precision_aware_optimizer(place: Path, t
         assert dtypes == ("bf16", "fp16", "fp8", "fp16")
     said = flags_of(launch(tmp_path / "adamw", "megatron-lm"))
     assert not any("dtype" in word or "precision-aware" in word for word in said)
+
+
+def test_a_run_by_muon_brings_megatrons(place: Path, tmp_path: Path) -> None:
+    """Also after a conversion, which keeps Megatron's arguments. Which flags only some versions have is said."""
+    keys = {"momentum": 0.95, "num_ns_steps": 10, "extra_scale_factor": 0.2, "scale_mode": "unit_rms_norm"}
+    changed = {f"optimizer__muon_{key}": value for key, value in keys.items()}
+    plain = settings(place / "source", place / "text", tmp_path / "muon", train__steps=1, optimizer__preset="muon")
+    run(plain)
+    asked = {"optimizer__muon_nesterov": "true", "optimizer__muon_coefficient_type": "simple"}
+    run(
+        settings(
+            place / "source",
+            place / "text",
+            tmp_path / "changed",
+            train__steps=1,
+            optimizer__preset="muon",
+            optimizer__muon_split_qkv="false",
+            **asked,
+            **changed,
+        )
+    )
+    execute(plan_command(Request(tmp_path / "changed", tmp_path / "cut", "megatron", parallelism=Parallelism(2))))
+    for version in ("core_v0.16.1", "core_v0.19.0"):
+        read = parse(version, flags_of(launch(tmp_path / "muon", "megatron-lm")))
+        assert (read.optimizer, read.muon_momentum, read.muon_num_ns_steps) == ("muon", 0.9, 5)
+        assert (read.muon_scale_mode, read.muon_extra_scale_factor) == ("spectral", 1.0)
+        assert read.muon_split_qkv and read.muon_tp_mode == "duplicated"
+        assert not read.use_distributed_optimizer
+    for name in ("changed", "cut"):
+        found = launch(tmp_path / name, "megatron-lm")
+        words = flags_of(found)
+        at = words.index("--muon-coefficient-type")
+        assert words[at + 1] == "simple"
+        read = parse("core_v0.16.1", words[:at] + words[at + 2 :])
+        assert {key: getattr(read, f"muon_{key}") for key in keys} == keys
+        assert read.muon_use_nesterov and not read.muon_split_qkv
+        assert any("--muon-nesterov from core 0.18" in note for note in found.notes)
+        assert any("--muon-coefficient-type is there from core 0.17" in note for note in found.notes)
 
 
 def test_a_checkpoint_without_extra_state_is_loaded_less_strictly(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,8 @@ def test_megatron_core_loads_the_whole_checkpoint_of_a_run_with_either_optimizer
     [
         ({"train__graphs": True}, "only the bundled trainer has train.graphs"),
         ({"collect_amax": True}, "only the bundled trainer has --collect-amax"),
-        ({"optimizer__preset": "fp8-lm"}, "only the bundled trainer has optimizer.preset"),
+        ({"optimizer__preset": "fp8-lm"}, "only the bundled trainer has optimizer.preset = fp8-lm"),
+        ({"optimizer__preset": "muon"}, "only the bundled trainer has optimizer.preset = muon"),
         (
             {"precision": "fp8", "precision__num_layers_at_end_in_bf16": 1},
             "only the bundled trainer has layers in BF16",

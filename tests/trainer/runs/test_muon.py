@@ -14,7 +14,7 @@ from pico import shape
 from safetensors.torch import load_file
 from soaking import in_soak
 from torch import Tensor, nn
-from training import contents, make_source, make_text, run, settings
+from training import as_module, contents, make_source, make_text, run, settings
 
 from precisionctl.checkpoints.base import WithOptimizer
 from precisionctl.checkpoints.chunks import read_tensor
@@ -23,7 +23,7 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.errors import CheckpointError, MissingTensor, RecipeError
-from precisionctl.param import Parallelism
+from precisionctl.param import EMBEDDING, Parallelism
 from precisionctl.recipe import Optimizer
 from precisionctl.trainer.optimizer import muon
 from precisionctl.trainer.optimizer.muon import MasterMuon, orthogonalized
@@ -34,21 +34,11 @@ SETTINGS = Optimizer(preset="muon", weight_decay=0.1, clip_norm=0.0)
 MUON = {"optimizer__preset": "muon", "optimizer__muon_extra_scale_factor": 0.2}
 LLAMA = replace(shape("llama-3"), num_attention_heads=4, num_query_groups=2, kv_channels=4)
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
-EMBEDDING = "embedding.word_embeddings.weight"
 
 
 def module(**values: Tensor) -> nn.Module:
     """A module with these parameters, `__` in a name for a dot, and an embedding."""
-    made = nn.Module()
-    for name, value in {"embedding__word_embeddings__weight": torch.ones(3, 2), **values}.items():
-        *path, last = name.split("__")
-        here = made
-        for part in path:
-            if not hasattr(here, part):
-                here.add_module(part, nn.Module())
-            here = here.get_submodule(part)
-        here.register_parameter(last, nn.Parameter(value.clone()))
-    return made
+    return as_module({EMBEDDING: torch.ones(3, 2), **{name.replace("__", "."): each for name, each in values.items()}})
 
 
 def step(optimizer: MasterMuon, gradients: dict[str, Tensor], lr: float, skip: bool = False) -> None:

@@ -59,6 +59,8 @@ def child(out, moment, precision):
         "": {},
         "--collect-amax": {"collect_amax": True},
         "fp8-lm": {"optimizer__preset": "fp8-lm"},
+        "muon": {"optimizer__preset": "muon"},
+        "muon,async": {"optimizer__preset": "muon", "train__async_save": not out.endswith("-whole")},
         "async": {"train__async_save": not out.endswith("-whole")},
         "fp8-lm,async": {"optimizer__preset": "fp8-lm", "train__async_save": not out.endswith("-whole")},
     }[more]
@@ -99,7 +101,10 @@ def same_state(a: Fp8States | None, b: Fp8States) -> bool:
         "fp8 async",
         *(
             pytest.param(name, marks=pytest.mark.soak)
-            for name in ("bf16", "fp8", "fp8 fp8-lm,async", "bf16 --collect-amax", "fp8 fp8-lm", "bf16 async")
+            for name in (
+                *("bf16", "fp8", "fp8 fp8-lm,async", "bf16 --collect-amax", "fp8 fp8-lm", "bf16 async"),
+                *("fp8 muon", "bf16 muon,async"),
+            )
         ),
     ],
 )
