@@ -111,7 +111,7 @@ WITH_INTEGERS = [
 
 
 @pytest.mark.parametrize("begins", ["hf", *in_soak("megatron")])
-@pytest.mark.parametrize("preset", ["adamw", *in_soak("fp8-lm")])
+@pytest.mark.parametrize("preset", ["adamw", *in_soak("fp8-lm", "muon")])
 @pytest.mark.parametrize("family", few(WITH_INTEGERS, "qwen4"))
 def test_no_run_changes_tables_of_integers(family: str, preset: str, begins: str, tmp_path: Path, data: Path) -> None:
     more = {"n_routed_experts": 16} if family == "deepseek-v4" else {}  # numbers that FP16 under a scale rounds

@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pico
 import pytest
 import repository
 import torch
-from pico import shape
 from safetensors.torch import load_file
-from soaking import in_soak
+from soaking import few, in_soak
 from torch import Tensor, nn
 from training import as_module, contents, make_source, make_text, run, settings
 
@@ -27,12 +27,14 @@ from precisionctl.param import EMBEDDING, Parallelism
 from precisionctl.recipe import Optimizer
 from precisionctl.trainer.optimizer import muon
 from precisionctl.trainer.optimizer.muon import MasterMuon, orthogonalized
+from precisionctl.trainer.parallel.shards import ModelShards
+from precisionctl.trainer.parallel.world import ALONE
 from precisionctl.trainer.resume import resume
 
 GOLDEN = repository.GOLDEN / "muon.safetensors"
 SETTINGS = Optimizer(preset="muon", weight_decay=0.1, clip_norm=0.0)
 MUON = {"optimizer__preset": "muon", "optimizer__muon_extra_scale_factor": 0.2}
-LLAMA = replace(shape("llama-3"), num_attention_heads=4, num_query_groups=2, kv_channels=4)
+LLAMA = replace(pico.shape("llama-3"), num_attention_heads=4, num_query_groups=2, kv_channels=4)
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 
 
@@ -162,6 +164,23 @@ def test_rows_of_a_group_are_split_as_megatron_splits_them() -> None:
         muon.check(behind, SETTINGS)
     muon.check(behind, replace(SETTINGS, muon_split_qkv=False))
     muon.check(behind, Optimizer())
+
+
+OWN_KINDS = ("llama-3", "qwen3-next", "gemma4-small")
+"""With gates; with layers that share keys and values, and others whose keys are values."""
+
+
+@pytest.mark.parametrize("family", few(pico.FAMILIES, *OWN_KINDS))
+def test_every_linear_qkv_is_made_of_groups_of_these_rows(family: str) -> None:
+    model = pico.shape(family)
+    shards = ModelShards.of(model, torch.bfloat16, ALONE).tensors
+    linears = [name for name in shards if name.startswith("decoder") and name.endswith("linear_qkv.weight")]
+    assert linears or family not in OWN_KINDS
+    for name in linears:
+        layer = int(name.split(".")[2])
+        if model.of_layer(layer).head_wise_attn_gate:
+            continue
+        assert shards[name].spec.shape[0] == model.of_layer(layer).num_query_groups * sum(muon.qkv_rows(model, layer))
 
 
 @pytest.fixture(scope="module")
