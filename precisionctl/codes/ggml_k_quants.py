@@ -23,7 +23,7 @@ from precisionctl.torch_when_used import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-_TOGETHER = 256
+_TOGETHER = 512
 """Blocks that are made at once: the arrays of a search stay in a core's cache."""
 _TINY = 1e-15
 """A group of smaller magnitudes is one of zeros (GROUP_MAX_EPS)."""
@@ -168,7 +168,7 @@ def _scales_and_minimums(
 ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
     """The scale and the minimum of each group, this with the other sign, and the codes that were found with them, of
     groups with these numbers."""
-    codes, terms = torch.empty_like(x), torch.empty_like(x)
+    codes, terms, further = (torch.empty_like(x) for _ in range(3))
     squares = _sums(torch.mul(x, x, out=terms)) / 32
     weights = x.abs().add_(torch.from_numpy(np.sqrt(squares.numpy())))  # torch.sqrt may be off by a last bit
     of_weights, of_values = _sums(weights), _sums(torch.mul(weights, x, out=terms))
@@ -197,7 +197,7 @@ def _scales_and_minimums(
         inverse = _quotient(tried, highest - minimum)
         coded(inverse, minimum, slice(None), codes)
         of_codes = _sums(torch.mul(weights, codes, out=terms))
-        products = _sums(terms * x)
+        products = _sums(torch.mul(terms, x, out=further))
         squares = _sums(terms.mul_(codes))
         divisor = of_weights * squares - of_codes * of_codes
         fit = (of_weights * products - of_values * of_codes) / divisor
