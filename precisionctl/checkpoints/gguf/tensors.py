@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 _APART = 8
 """Rows that lie at most so far apart are read in one piece."""
+_SMALL = 1 << 24
+"""Most values of a tensor that may have a dimension of 1: kernels, gates and biases."""
 _MOST_SLICES = 1 << 19
 """Most tensors with stacks taken apart: a head of a few bytes can claim any number of experts."""
 
@@ -240,13 +242,13 @@ def hf_tensors(
 
 
 def _hf_shapes(model: ModelShape, most: int) -> dict[str, Shape]:
-    """The shapes of a model's tensors by name, but for experts. Rows of more than `most` places are passed over, as
-    metadata may claim more layers than there are tensors."""
-    spelled = (row for row in table_of(model).spelled({}, model) if not row.of_experts)
+    """The shapes of a model's smaller tensors by name, those with a dimension of 1 among them. Rows of more than `most`
+    places are passed over, as metadata may claim more layers than there are tensors."""
+    spelled = (row for row in table_of(model).spelled({}, model) if row.present.in_layout("hf", model))
     return {
         name: shape
         for row in spelled
-        if row.present.in_layout("hf", model) and row.count(model) <= most
+        if row.count(model) <= most and prod(row.shape(model)) <= _SMALL
         for place in row.places(model)
         for name, shape in zip(names(row, "hf", place), row.shapes(model, "hf"), strict=True)
     }
