@@ -223,15 +223,17 @@ def as_config_says(args: Mapping[str, Any], model: ModelShape) -> dict[str, Any]
 def otherwise_in_megatron(model: ModelShape) -> dict[str, tuple[object, object]]:
     """How the model that Megatron-Core's GPTModel computes differs from this one: each differing field, with the
     model's value and Megatron's; empty if it computes this one. It makes a prediction layer like the decoder's last
-    (get_gpt_mtp_block_spec in megatron/core/models/gpt/gpt_layer_specs.py), and no bias of linear_proj alone. Of one
-    expert for a token it takes no softmax behind the choice, whose gradient would be zero (transformer_config.py)."""
+    (get_gpt_mtp_block_spec in megatron/core/models/gpt/gpt_layer_specs.py), with the decoder's output layer, and no
+    bias of linear_proj alone. Of one expert for a token it takes no softmax behind the choice, whose gradient would be
+    zero (transformer_config.py)."""
     dense = {"mtp_dense": (True, False)} if model.mtp_dense and model.has_experts(model.num_layers - 1) else {}
+    heads = {"mtp_output_layers": (True, False)} if model.mtp_output_layers else {}
     alone = {"proj_bias": (True, False)} if model.proj_bias and not model.add_bias_linear else {}
     moe = model.moe
     unscored = {"moe.group_scores": (moe.group_scores, 0)} if moe and chooses_groups_by_nothing(moe) else {}
     of_one = moe and moe.topk == 1 and moe.score_function == "softmax" and not moe.pre_softmax
     softmax = {"moe.pre_softmax": (False, True)} if of_one else {}
-    return differences(model, as_in_megatron(model)) | dense | alone | unscored | softmax
+    return differences(model, as_in_megatron(model)) | dense | heads | alone | unscored | softmax
 
 
 def read_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> ModelShape:
