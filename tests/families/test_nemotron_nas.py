@@ -2,6 +2,7 @@
 has."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,25 @@ def test_the_words_that_megatron_bridge_and_megatron_core_have_for_blocks_are_re
     of_core = {**args, ENCODED: json.dumps({"block_configs": words}), "heterogeneous_block_specs": True}
     for each in (args, of_bridge, of_core):
         assert differences(read_megatron_args(each, 256, ""), model) == {}
+
+
+@pytest.mark.parametrize(
+    ("encoded", "named"),
+    [
+        ("{", "not readable as JSON"),
+        ("[1]", "not a JSON object"),
+        ('{"block_configs": 1}', "block_configs is 1, not a list of blocks"),
+        ({"hidden_size": 128}, f"hidden_size of {ENCODED} is 128, and hidden_size is 64"),
+        ({"num_attention_heads": 2}, f"num_attention_heads of {ENCODED} is 2, and num_attention_heads is 4"),
+        ({"num_hidden_layers": 9}, f"num_hidden_layers of {ENCODED} is 9, and num_layers is "),
+    ],
+)
+def test_a_word_of_another_model_than_the_arguments_is_refused(encoded: Any, named: str) -> None:
+    """As Megatron-LM does (validate_model_config_args_from_heterogeneous_config, megatron/training/arguments.py)."""
+    args = to_megatron_args(pico.shape(FAMILY))
+    word = encoded if isinstance(encoded, str) else json.dumps({**json.loads(args[ENCODED]), **encoded})
+    with pytest.raises(DamagedCheckpoint, match=re.escape(named)):
+        read_megatron_args(args | {ENCODED: word}, 256, "")
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,14 @@ from precisionctl.architectures.shared.block_configs import KEY, read_blocks, wr
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_parts import Heterogeneous
 from precisionctl.model.model_shape import ModelShape
+from precisionctl.untrusted.safe_json import parse_json
 
 ENCODED = "heterogeneous_layers_config_encoded_json"
 _PATH, _SWITCH = "heterogeneous_layers_config_path", "heterogeneous_block_specs"
 OF_LAYERS = (_PATH, ENCODED)
+_SIZES = {"num_hidden_layers": "num_layers", **{name: name for name in ("hidden_size", "num_attention_heads")}}
+"""Of the word, and the arguments that must say the same (validate_model_config_args_from_heterogeneous_config,
+megatron/training/arguments.py)."""
 HETEROGENEOUS = (*OF_LAYERS, _SWITCH)
 
 
@@ -44,7 +48,9 @@ def read_heterogeneous(args: Mapping[str, Any], heads: int, hidden: int) -> Hete
         return None
     if not isinstance(said, str):
         raise DamagedCheckpoint(f"{ENCODED} is {shown(said)}, not a word")
-    config = json.loads(said)
-    if not isinstance(config, Mapping):
-        raise DamagedCheckpoint(f"{ENCODED} is {shown(config)}, not a config.json")
+    config = parse_json(said.encode(), ENCODED)
+    for key, name in _SIZES.items():
+        if config.get(key, args.get(name)) != args.get(name):
+            what = f"{key} of {ENCODED} is {shown(config[key])}, and {name} is {shown(args.get(name))}"
+            raise DamagedCheckpoint(what, do="Megatron-LM refuses them, too.")
     return read_blocks(config.get(KEY), heads, hidden)
