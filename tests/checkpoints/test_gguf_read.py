@@ -456,6 +456,8 @@ LIES: dict[str, bytes] = {
     "a key that is no UTF-8": put_in(KEY, gguf_files.string(b"\xff")),
     "a key twice": gguf_files.file({"k": 1, "l": 2}, ONE).replace(gguf_files.string("l"), KEY),
     "a type that is none": put_in(gguf_files.value(1), struct.pack("<II", 13, 1)),
+    "a truth of 2": put_in(gguf_files.value(1), struct.pack("<IB", 7, 2)),
+    "a list of truths with a 3": put_in(gguf_files.value(1), struct.pack("<IIQBB", 9, 7, 2, 1, 3)),
     "a list of 2**60": put_in(gguf_files.value(1), struct.pack("<IIQ", 9, 4, 1 << 60)),
     "a list of 2**60 strings": put_in(gguf_files.value(1), struct.pack("<IIQ", 9, 8, 1 << 60)),
     "many lists": gguf_files.file({f"k{number}": [True] * 4096 for number in range(17)}, ONE),

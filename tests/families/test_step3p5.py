@@ -399,6 +399,9 @@ def test_a_gguf_file_says_windows_limits_and_the_channels_that_turn(tmp_path: Pa
     for wrong in (["0.5"] * 5, [math.nan] * 5, [True] * 5, 0.5):
         with pytest.raises(DamagedCheckpoint, match="step35.swiglu_clamp_shexp is "):
             fields(swiglu_clamp_shexp=wrong)
+    for key in ("attention.head_count", "attention.head_count_kv"):
+        with pytest.raises(DamagedCheckpoint, match=f"step35.{key} is "):
+            fields(**{key: [4, 0, 8, 4, 8]})
     with pytest.raises(UnknownArchitecture, match="sliding_window_pattern is .*, and .* in a model like this"):
         fields(**{"attention.sliding_window_pattern": [False, True, True, False, False]})
     with pytest.raises(DamagedCheckpoint, match="no `step35.attention.sliding_window_pattern`"):

@@ -160,7 +160,10 @@ class _Cursor:
         self._file.seek(count, os.SEEK_CUR)
 
     def numbers(self, letters: str) -> tuple[Any, ...]:
-        return struct.unpack(f"<{letters}", self.take(struct.calcsize(f"<{letters}")))
+        stored = self.take(struct.calcsize(f"<{letters}"))
+        if letters.endswith(NUMBERS[BOOL]) and max(stored, default=0) > 1:
+            raise self.damaged(f"a {TYPES[BOOL]} is {max(stored)}, neither 0 nor 1")
+        return struct.unpack(f"<{letters}", stored)
 
     def array(self, count: int, letter: str) -> list[Any]:
         self._kept += count

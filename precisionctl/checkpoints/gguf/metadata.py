@@ -97,14 +97,14 @@ class Described:
             raise self._damaged(key, values)
         return [shortest(value) for value in values]
 
-    def counts(self, key: str) -> list[int]:
+    def counts(self, key: str, *, least: int = 0) -> list[int]:
         """An integer for each layer; a file may have one for all."""
         layers, values = self.layers(), self.said(key)
         if type(values) is int:
             values = [values] * layers
         if not isinstance(values, list) or len(values) != layers or not layers:
             raise self._damaged(key, values)
-        if not all(type(value) is int and 0 <= value <= LARGEST for value in values):
+        if not all(type(value) is int and least <= value <= LARGEST for value in values):
             raise self._damaged(key, values)
         return values
 

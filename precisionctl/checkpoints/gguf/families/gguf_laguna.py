@@ -26,7 +26,7 @@ def _windows(file: Described) -> list[bool]:
 
 
 def _read_attention(file: Described) -> Fields:
-    windows, heads = _windows(file), file.counts(_HEADS)
+    windows, heads = _windows(file), file.counts(_HEADS, least=1)
     in_window, elsewhere = (
         keys.one_of(file, _HEADS, [number for number, window in zip(heads, windows, strict=True) if window is kind])
         for kind in (True, False)
@@ -35,7 +35,7 @@ def _read_attention(file: Described) -> Fields:
     turned = file.count("rope.dimension_count", size)
     turned_in_window = file.count("rope.dimension_count_swa", turned)
     return {
-        "num_query_groups": keys.one_of(file, keys.HEADS_KV, file.counts(keys.HEADS_KV)),
+        "num_query_groups": keys.one_of(file, keys.HEADS_KV, file.counts(keys.HEADS_KV, least=1)),
         "window_layers": tuple(windows) if any(windows) and not all(windows) else None,
         "sliding_window": file.count("attention.sliding_window", 0) or None,
         **by_kind(

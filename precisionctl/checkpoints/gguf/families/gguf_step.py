@@ -28,7 +28,7 @@ def _windows(model: ModelShape) -> list[bool]:
 
 def _read_attention(file: Described) -> Fields:
     """Of layers without a window, llama.cpp turns half of what a file says, which by itself is all of a head."""
-    windows, heads = file.flags(keys.PATTERN), file.counts(_HEADS)
+    windows, heads = file.flags(keys.PATTERN), file.counts(_HEADS, least=1)
     if windows is None:
         raise DamagedCheckpoint(f"no `{file.architecture}.{keys.PATTERN}`", do="Copy it again.")
     of_all = [*windows, *[True] * file.prediction_layers()]
@@ -40,7 +40,7 @@ def _read_attention(file: Described) -> Fields:
     size = keys.head_size(file)
     turned = file.count(_TURNED[0], size)
     return {
-        "num_query_groups": keys.one_of(file, keys.HEADS_KV, file.counts(keys.HEADS_KV)),
+        "num_query_groups": keys.one_of(file, keys.HEADS_KV, file.counts(keys.HEADS_KV, least=1)),
         "window_layers": tuple(windows),
         **by_kind(
             windows,
