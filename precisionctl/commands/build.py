@@ -102,9 +102,9 @@ def _open_output(destination: Path, *sources: Path | None) -> Output:
 
 
 def _writer(source: Source, result: Result, output: Output) -> Writer:
-    """The Writer of the container that was asked for. In Megatron's it writes an iteration if a run is carried over,
-    else a release. Raises RecipeError for a size of shards where there are none, MappingError for a source without an
-    optimizer where one is needed, and CheckpointError for a trainer's state that cannot be read."""
+    """The Writer of the container that was asked for. Raises RecipeError for a size of shards where there are none,
+    MappingError for a source without an optimizer where one is needed, and CheckpointError for a trainer's state that
+    cannot be read."""
     storage, plan, card, companions = source.request.storage, result.plan, result.card, source.reader.companions
     in_shards = not storage.is_state_dict if storage.layout == "hf" else plan.model.wrapper is not None
     if storage.max_shard_size != MAX_SHARD_SIZE and (result.gguf or not in_shards):
@@ -152,9 +152,16 @@ def _writer(source: Source, result: Result, output: Output) -> Writer:
             live=result.live,
             lacks=result.lacks,
         )
-    make = LegacyWriter if storage.container == TORCH else TorchDistWriter
+    return _megatron_writer(source, result, output, config)
+
+
+def _megatron_writer(source: Source, result: Result, output: Output, config: Mapping[str, Any]) -> Writer:
+    """The Writer of one of Megatron's containers, with a wrapper's towers beside it. It writes an iteration if a run is
+    carried over, else a release. `config` is the model's config.json, for a source of Hugging Face's without one."""
+    storage, plan, companions = source.request.storage, result.plan, source.reader.companions
     if source.reader.layout == "hf" and "config.json" not in companions.files:  # Megatron's arguments do not say all
         companions = replace(companions, files={**companions.files, "config.json": to_json(config)})
+    make = LegacyWriter if storage.container == TORCH else TorchDistWriter
     writer: Writer = make(
         output.partial / directory_name(result.run.iteration),
         plan.model,
