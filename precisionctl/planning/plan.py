@@ -14,7 +14,7 @@ import hashlib
 import json
 import string
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -167,7 +167,7 @@ class Plan:
     @property
     def text(self) -> Plan:
         """The plan without a wrapper's towers, with which nothing here computes."""
-        return self if self.model.wrapper is None else self._only(of_towers=False)
+        return self if self.model.wrapper is None else self.of_jobs(lambda job: not job.name.startswith(TOWERS))
 
     @property
     def text_alone(self) -> Plan:
@@ -183,10 +183,11 @@ class Plan:
     def towers(self) -> Plan:
         """The part of a wrapper's plan that is of towers."""
         assert self.model.wrapper is not None, "a text model has none"
-        return self._only(of_towers=True)
+        return self.of_jobs(lambda job: job.name.startswith(TOWERS))
 
-    def _only(self, *, of_towers: bool) -> Plan:
-        jobs = tuple(job for job in self.jobs if job.name.startswith(TOWERS) == of_towers)
+    def of_jobs(self, kept: Callable[[Job], bool]) -> Plan:
+        """The part of the plan that these jobs write."""
+        jobs = tuple(filter(kept, self.jobs))
         return replace(self, jobs=jobs, targets={name: self.targets[name] for job in jobs for name in job.outputs})
 
     def job_bytes(self, job: Job) -> int:

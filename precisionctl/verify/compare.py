@@ -155,10 +155,7 @@ def _plan(reader: Reader, other: Reader) -> Plan:
     naming: Naming = "text alone" if _without_towers(reader, other) else "as saved"
     codes = names_as_codes(reader.model) if of_mlx or others_of_mlx else ()
     plan = make_plan(reader, "hf", naming=naming, codes=codes)
-    if not others_of_mlx:
-        return plan
-    jobs = tuple(filter(mlx_has, plan.jobs))
-    return replace(plan, jobs=jobs, targets={name: plan.targets[name] for job in jobs for name in job.writes})
+    return plan.of_jobs(mlx_has) if others_of_mlx else plan
 
 
 def _tensors(reader: Reader, other: Reader, plan: Plan) -> HfTensors:

@@ -35,10 +35,8 @@ def _by_megatron_names(reader: Reader) -> HfTensors:
 def _by_hf_names(reader: Reader) -> HfTensors:
     """An optimizer by Hugging Face's names, with a weight that has no master as its own."""
     plan = make_plan(reader, "hf", naming="as saved", optimizer=True)
-    jobs = tuple(job for job in plan.jobs if job.name.startswith(STATE))
-    targets = {name: plan.targets[name] for job in jobs for name in job.writes}
     assert isinstance(reader, OfOptimizer)
-    return HfTensors(WithOptimizer(reader), replace(plan, jobs=jobs, targets=targets))
+    return HfTensors(WithOptimizer(reader), plan.of_jobs(lambda job: job.name.startswith(STATE)))
 
 
 def both_optimizers(a: Reader, b: Reader) -> tuple[list[tuple[HfTensors, HfTensors]], list[NotCompared]]:
