@@ -102,6 +102,11 @@ class CSA:
 
     RATIOS: ClassVar[Mapping[str, int]] = {"W": 0, "C": 4, "H": 128}
 
+    def ratios(self, ahead: int) -> list[int]:
+        """How many tokens a key is made of, by layer, those of multi-token prediction, which see the window alone,
+        included."""
+        return [*(self.RATIOS[kind] for kind in self.pattern), *[0] * ahead]
+
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, str) or not {*self.pattern} <= self.RATIOS.keys():
             raise DamagedCheckpoint(f"a pattern of layers {shown(self.pattern)}", do="Known are W, C and H.")

@@ -35,7 +35,7 @@ def csa_args(model: ModelShape, yarn: Mapping[str, Any]) -> dict[str, Any]:
         "multi_latent_attention": True,
         "qk_layernorm": True,
         **{argument: getattr(model.csa, field) for argument, field in _CSA.items()},
-        "csa_compress_ratios": [*(CSA.RATIOS[kind] for kind in model.csa.pattern), *[0] * model.mtp_num_layers],
+        "csa_compress_ratios": model.csa.ratios(model.mtp_num_layers),
         "csa_compress_rotary_base": model.rotary_base,
         "v_head_dim": model.kv_channels,
         "qk_pos_emb_head_dim": model.rotary_size,

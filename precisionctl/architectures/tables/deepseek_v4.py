@@ -81,7 +81,7 @@ def _write_layers(model: ModelShape) -> keys.Config:
     return {
         "num_hidden_layers": model.num_layers,
         "layer_types": [names[kind] for kind in model.csa.pattern],
-        "compress_ratios": [*(CSA.RATIOS[kind] for kind in model.csa.pattern), *[0] * model.mtp_num_layers],
+        "compress_ratios": model.csa.ratios(model.mtp_num_layers),
         "mlp_layer_types": ["hash_moe"] * hashed + ["moe"] * (model.num_layers - hashed),
         "num_hash_layers": hashed,
     }
