@@ -4,7 +4,7 @@ Names are logical: one for each layer and expert, without rank, stage or stackin
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -234,3 +234,11 @@ def shared_spec(
 ) -> TensorSpec:
     """A TensorSpec that equal tensors share: a model's 100,000 tensors have a few dozen different ones."""
     return TensorSpec(shape, dtype, parallel, packing)
+
+
+def weights_and_states(specs: Mapping[str, TensorSpec]) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
+    """Parameters, and what an optimizer keeps of them."""
+    weights, states = dict[str, TensorSpec](), dict[str, TensorSpec]()
+    for name, spec in specs.items():
+        (states if name.startswith(STATE) else weights)[name] = spec
+    return weights, states

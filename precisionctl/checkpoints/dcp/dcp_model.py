@@ -44,7 +44,7 @@ from precisionctl.checkpoints.torch_files.torch_zip import Span
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint, shown
 from precisionctl.model.text_config import config_parts
 from precisionctl.model.untabled_model import UntabledModel
-from precisionctl.param import MOMENTUM, STATE, TensorSpec, state_name
+from precisionctl.param import MOMENTUM, TensorSpec, state_name, weights_and_states
 from precisionctl.paths import above, own_name
 from precisionctl.sizes import counted, listed
 from precisionctl.untrusted.safe_files import check_link
@@ -172,8 +172,8 @@ class DcpModelReader(TrainerDirectory):
             placed = self._by_hf_names({name: _full(kind, name) for name in found}, _full(kind, ""))
             self._places |= {_full(kind, name): place for name, place in placed.items()}
         specs = {name: self._stored.spec_at(place) for name, place in self._places.items()}
-        self.specs: Mapping[str, TensorSpec] = {n: spec for n, spec in specs.items() if not n.startswith(STATE)}
-        self._moments: Mapping[str, TensorSpec] = {n: s for n, s in specs.items() if n.startswith(STATE)}
+        self.specs: Mapping[str, TensorSpec]
+        self.specs, self._moments = weights_and_states(specs)
         if codes := [name for name, spec in self.specs.items() if spec.is_codes]:
             what = f"`{codes[0]}` is {self.specs[codes[0]].dtype}: FP8 codes in a DCP, which nothing says the scales of"
             raise CheckpointError(what, where=path, do="Save the weights in BF16.")

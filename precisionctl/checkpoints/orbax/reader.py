@@ -33,7 +33,7 @@ from precisionctl.errors import (
     shown,
 )
 from precisionctl.model.model_shape import ModelShape
-from precisionctl.param import MOMENTS, STATE, TensorSpec, state_name
+from precisionctl.param import MOMENTS, STATE, TensorSpec, state_name, weights_and_states
 from precisionctl.paths import above, own_name
 from precisionctl.sizes import counted, listed
 from precisionctl.untrusted.safe_json import parse_json
@@ -77,7 +77,8 @@ class OrbaxReader(TrainerDirectory):
             )
             self._places: Mapping[str, HfRows] = by_model_names(named, item)
         specs = {name: TensorSpec(place.shape, place.array.dtype) for name, place in self._places.items()}
-        weights = {name: spec for name, spec in specs.items() if not name.startswith(STATE)}
+        self.optimizer_specs: Mapping[str, TensorSpec]
+        weights, self.optimizer_specs = weights_and_states(specs)
         self._towers: Chunked | None = None
         if says_its_model(self) and self._sizes.wrapper is not None:
             if hints.towers is None:
@@ -86,7 +87,6 @@ class OrbaxReader(TrainerDirectory):
             self._towers = hints.towers
             weights |= {name.removeprefix(TOWERS): spec for name, spec in hints.towers.specs.items()}
         self.specs: Mapping[str, TensorSpec] = weights
-        self.optimizer_specs: Mapping[str, TensorSpec] = {n: s for n, s in specs.items() if n.startswith(STATE)}
         padded = (place for place in self._places.values() if place.most is not None)
         self.padding = max((place.array.shape[place.outputs[0]] - place.shape[0] for place in padded), default=0)
         if codes := [name for name, spec in self.specs.items() if spec.is_codes]:

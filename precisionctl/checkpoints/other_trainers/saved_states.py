@@ -13,7 +13,7 @@ from precisionctl.checkpoints.other_trainers.trainer_directory import TrainerDir
 from precisionctl.checkpoints.other_trainers.trainer_run import NO_COUNT, ParameterGroup, TrainerRun, adam_run
 from precisionctl.checkpoints.torch_files.torch_zip import LocatedTensor
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint
-from precisionctl.param import STATE, TensorSpec, state_name
+from precisionctl.param import STATE, TensorSpec, state_name, weights_and_states
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class SavedStatesReader(TrainerDirectory):
         for kind, moments in saved.moments.items():
             tensors |= {state_name(kind, name): one for name, one in self._logical(moments).items()}
         self._tensors = FlatTensors(tensors)
-        specs = self._tensors.specs
-        self.specs: Mapping[str, TensorSpec] = {n: spec for n, spec in specs.items() if not n.startswith(STATE)}
-        self.optimizer_specs: Mapping[str, TensorSpec] = {n: s for n, s in specs.items() if n.startswith(STATE)}
+        self.specs: Mapping[str, TensorSpec]
+        self.optimizer_specs: Mapping[str, TensorSpec]
+        self.specs, self.optimizer_specs = weights_and_states(self._tensors.specs)
 
     def _logical(self, stored: Mapping[str, FlatTensor]) -> dict[str, FlatTensor]:
         """The tensors by name, one for each expert of a stack."""
