@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from precisionctl.checkpoints.decoded.transposed_codes import TransposedCodes, WordLayout
-from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
+from precisionctl.errors import PrecisionError, shown
 
 _LIKE_GPTQ, _LIKE_AWQ = ("auto_round:auto_gptq", "auto_round:gptq"), ("auto_round:auto_awq", "auto_round:awq")
 _ITS_OWN = ("auto_round", "auto_round:gptqmodel")
@@ -48,10 +48,8 @@ class AutoRoundCodes(TransposedCodes):
     def _settings(self, quantization: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         """The settings of all modules, and those of modules' own, without those of more than 8 bits, which AutoRound
         writes for modules that it leaves as they are."""
-        own = quantization.get("extra_config") or {}
-        if not isinstance(own, Mapping) or not all(isinstance(said, Mapping) for said in own.values()):
-            raise DamagedCheckpoint("`extra_config` is not an object of objects", where=self._where)
-        coded = [said for said in own.values() if not (type(bits := said.get("bits")) is int and bits > 8)]
+        own = self._objects(quantization, "extra_config").values()
+        coded = [said for said in own if not (type(bits := said.get("bits")) is int and bits > 8)]
         for said in ({"group_size": 128, "bits": 4} | dict(quantization), *coded):
             yield {key: value for key, value in said.items() if value is not None}
 

@@ -98,6 +98,14 @@ class DecodedWeights(ABC):
         if weight in self._stored.specs:
             raise DamagedCheckpoint(f"{weight} is there as values, and as codes: {codes}", where=self._where)
 
+    def _objects(self, quantization: Mapping[str, Any], key: str) -> Mapping[str, Mapping[str, Any]]:
+        """The settings under a key, an object for each module or pattern; none where it is not there. Raises
+        DamagedCheckpoint for anything else."""
+        found = quantization.get(key) or {}
+        if not isinstance(found, Mapping) or not all(isinstance(said, Mapping) for said in found.values()):
+            raise DamagedCheckpoint(f"`{key}` is not an object of objects", where=self._where)
+        return found
+
     def _unread(self, what: str) -> PrecisionError:
         """The error for codes, or for a setting by which they would be worth something else, that are not read."""
         return PrecisionError(what, where=self._where, do=FROM_THE_RELEASE)

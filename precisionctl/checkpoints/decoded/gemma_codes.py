@@ -112,9 +112,7 @@ class GemmaCodes(DecodedWeights):
     def _bits_of(self, modules: Iterable[str], quantization: Mapping[str, Any]) -> dict[str, int]:
         """The bits of each module's codes: those of the pattern that matches first in its name; of two that match at
         the same place, the first one."""
-        usual, own = quantization.get("num_bits", 4), quantization.get("module_quant_configs") or {}
-        if not isinstance(own, Mapping) or not all(isinstance(said, Mapping) for said in own.values()):
-            raise DamagedCheckpoint("`module_quant_configs` is not an object of objects", where=self._where)
+        usual, own = quantization.get("num_bits", 4), self._objects(quantization, "module_quant_configs")
         if strange := next((key for said in own.values() for key in said if key != "num_bits"), None):
             raise self._unread(f"{shown(strange)} in `module_quant_configs`, which is not read")
         bits = [said.get("num_bits", usual) for said in own.values()]
