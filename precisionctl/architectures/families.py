@@ -208,6 +208,10 @@ def fields_of(model: ModelShape) -> dict[str, Any]:
     return {name: value for name, value in vars(model).items() if name not in PARTS} | inner
 
 
+TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Of a config.json: the tokens that are named by their numbers."""
+
+
 def to_hf_config(model: ModelShape, dtype: str) -> dict[str, Any]:
     """A config.json for a model that never had one. `dtype` is transformers' word, e.g. `bfloat16`.
 
@@ -220,7 +224,7 @@ def to_hf_config(model: ModelShape, dtype: str) -> dict[str, Any]:
         "architectures": [table.model_types[model.architecture]],
         "model_type": model.architecture,
         "torch_dtype": dtype,
-        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+        **dict.fromkeys(TOKEN_KEYS),
     }
     for entry in table.config:
         config.update(entry.write(model))

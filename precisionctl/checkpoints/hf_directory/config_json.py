@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from precisionctl.architectures.families import to_hf_config
+from precisionctl.architectures.families import TOKEN_KEYS, to_hf_config
 from precisionctl.architectures.wrappers import is_wrapper
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.hf_directory.companions import to_json, write_companions
@@ -61,7 +61,7 @@ def made_config(model: ModelShape, dtype: str, companions: Companions) -> dict[s
     `to_hf_config`."""
     config = to_hf_config(model, dtype)
     said = parse_json(companions.files.get(GENERATION, b"{}"), GENERATION)
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+    for key in TOKEN_KEYS:
         named = said.get(key)
         tokens = named if isinstance(named, list) else [named]
         if tokens and all(is_token(token, model) for token in tokens):
