@@ -195,7 +195,7 @@ def _attention(model: ModelShape, layer: int, kept: BytesKept, length: int, shar
     else:
         keys, values = (0, 0) if shares_kv else (model.key_size, model.key_value_size)
         altered = model.attention_value_scale != 1 or model.value_channels < model.kv_channels
-        if capped:  # copies for each head, below
+        if capped:  # copies, below
             made = 0
         elif kernels or sinks or (altered and not shares_kv):
             made = 2 * (model.query_size + keys + keys)  # no part of the projection's output, but values by themselves
@@ -216,7 +216,7 @@ def _attention(model: ModelShape, layer: int, kept: BytesKept, length: int, shar
         made += 2 * out
     if model.linear_gate:  # the gate in FP32 after, of a softplus before too, and its other factor
         made += (4 if model.linear_gate.startswith("sigmoid") else 2 + 4 + 4) * model.gate_size + 2 * out
-    if capped:  # for each pair FP32 weights, BF16 ones and capped scores; keys and values for each head; what is attended
+    if capped:  # for each pair FP32 weights, BF16 ones and capped scores; of each head copies, and what is attended
         core = heads * length * (4 + 2 + 4) + 2 * (model.query_size + 2 * out) + 2 * out
     else:
         core = 4 * heads + 2 * out
