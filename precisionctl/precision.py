@@ -38,12 +38,12 @@ class BlockScaling:
 class Precision:
     """The precision of a run's GEMMs, or of the runs that a checkpoint is made for.
 
-    `fp8` is False for BF16; all else only matters if it is True. Codes are FP8, or NVFP4 under the scaling `nvfp4`.
+    `fp8` is False for BF16; all else only matters if it is True. What is said of FP8 holds of the scaling `nvfp4` too.
     `delayed` has the settings of delayed scaling and the format of current scaling, `block` those of `block` and
-    `mxfp8`; `nvfp4` has none. GEMMs of modules that match `keep_bf16` (shell patterns of Megatron
-    module names) stay in BF16, and so do those of the given numbers of layers at the decoder's start and end.
-    `schedule` lists the phases of a run that switches between FP8 and BF16. Raises RecipeError for a negative number of
-    layers, and for phases that do not lead to the run's end.
+    `mxfp8`; `nvfp4` has none. GEMMs of modules that match `keep_bf16` (shell patterns of Megatron module names) stay in
+    BF16, and so do those of the given numbers of layers at the decoder's start and end. `schedule` lists
+    the phases of a run that switches between FP8 and BF16. Raises RecipeError for a negative number of layers, and for
+    phases that do not lead to the run's end.
     """
 
     fp8: bool = False

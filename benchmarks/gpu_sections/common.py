@@ -114,7 +114,7 @@ def shapes(place: Place) -> tuple[Shape, ...]:
 
 
 def recipes(place: Place, report: Report) -> tuple[str, ...]:
-    """Those of RECIPES that this machine computes; what it refuses is told with the reason, as Hopper does MXFP8 and NVFP4."""
+    """Those of RECIPES that this machine computes; what it refuses is told with the reason, as Hopper does some."""
     found = []
     for preset in RECIPES:
         try:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from precisionctl.codes import group_scales, nibbles, numerics
+from precisionctl.codes import group_scales, nibbles, numerics, nvfp4_scaling
 from precisionctl.codes.elements import E2M1
 from precisionctl.codes.encoding import GlobalScale
 
@@ -71,3 +71,23 @@ def test_nvfp4_codes_of_te_s_kernel_are_decoded_to_the_values_that_te_decodes_th
     scale_inv = made._rowwise_scale_inv[:ROWS, : COLUMNS // 16].contiguous()
     found = decoded(made._rowwise_data, scale_inv, made._amax_rowwise)
     torch.testing.assert_close(found, made.dequantize(dtype=torch.float32), rtol=2**-20, atol=0)
+
+
+@pytest.mark.parametrize("of", ["weight", "input"])
+def test_nvfp4_codes_and_scales_of_te_s_kernels_are_those_that_training_makes(of: str) -> None:
+    """Both copies; of an input the one along the columns is of transformed values."""
+    require("nvfp4")
+    block, given = (16, 16) if of == "weight" else (1, 16), values()
+    rht = of == "input"
+    made = te.NVFP4Quantizer(with_rht=rht, with_post_rht_amax=rht, with_2d_quantization=not rht)(given)
+    columns = nvfp4_scaling.transformed(given.t()) if rht else given.t()
+    for shown, codes, scale_inv, amax in (
+        (given, made._rowwise_data, made._rowwise_scale_inv, made._amax_rowwise),
+        (columns, made._columnwise_data, made._columnwise_scale_inv, made._amax_columnwise),
+    ):
+        rows, width = shown.shape
+        ours, ours_inv, ours_amax = nvfp4_scaling.quantize(shown, block)
+        assert amax == ours_amax
+        stored = scale_inv.view(torch.float8_e4m3fn)[:rows, : width // 16].float()  # whose rows and columns are padded
+        assert torch.equal(stored, ours_inv.float().repeat_interleave(block[0], 0))
+        assert torch.equal(cast_from_fp4x2(codes.view(torch.uint8).view(rows, -1), torch.float32), ours.float())

@@ -1,4 +1,4 @@
-"""An FP8 GEMM in plain PyTorch, forward and backward, with the casts of each of Transformer Engine's recipes.
+"""A GEMM in FP8 or NVFP4 in plain PyTorch, forward and backward, with the casts of each of TE's recipes.
 
 It multiplies code values, accumulates in FP32, multiplies by the scale_inv of both sides, adds the bias and rounds
 once. Code values are exact in FP32, so an FP32 matrix product stands in for the tensor cores. Both operands have the
@@ -9,7 +9,7 @@ dimension that is summed over last, as on Hopper (cublaslt_gemm.cu, Canonicalize
     wgrad = columns(G) @ columns(X).T           G: grad_output [tokens, out]  sums over tokens
 
 With one scale for a tensor, `columns` is `rows` transposed; with a scale for each block it has its own codes
-(`codes.block_scaling`).
+(`codes.block_scaling`, `codes.nvfp4_scaling`).
 
 Under delayed scaling a cast uses the scale from earlier steps and records the tensor's amax in row 0 of the history;
 `fp8.delayed_scaling.update_delayed` computes the next scales from the history. TE also has the roles `output` and
