@@ -1,9 +1,9 @@
-"""TensorRT-LLM's PyTorch backend: what it asks of a directory of codes. Read in the source of its main branch, at a
-commit later than 1.3.0rc19 and than issue 17723 (August 2026), and never run here. When these were compared, the newest
-release was 1.2.1, and the newest before a release 1.4.0rc1.
+"""TensorRT-LLM's PyTorch backend: what it asks of a directory of codes. Read in the source of its main branch in mid
+2026, never run here. 1.3.0rc19 goes by the config group that is called `group_0` alone; what is here of several groups
+is a later commit's (`models/quant_config_utils.py`), and of no release up to 1.2.1.
 
-Of compressed-tensors, its parser of configs takes NVFP4, too; but most of its models do not look for the names that
-such codes have (issue 17723). Up to 1.3.0rc19 it goes by the config group that is called `group_0` alone.
+Of compressed-tensors, its parser of configs takes NVFP4, too; most of its models do not look for the names that such
+codes have, by its issue 17723.
 
 Its older checkpoints (`rankN.safetensors`, `trtllm-build`) were removed in July 2026 and are not written.
 """
