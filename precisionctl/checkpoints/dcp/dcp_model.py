@@ -88,8 +88,8 @@ _INSIDE_MODEL = (
 a wrapper's and not the model's own."""
 
 _OF_MUON = (
-    "Nesterov, scale and Newton-Schulz steps of Muon, which Megatron has from its own --muon-* (and it takes gate and "
-    "up as one matrix)"
+    "Nesterov, scale and Newton-Schulz steps of Muon, which Megatron has from its own --muon-*, and `resume` from "
+    "optimizer.muon_* (both take gate and up as one matrix)"
 )
 
 
