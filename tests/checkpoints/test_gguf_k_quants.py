@@ -103,8 +103,9 @@ def test_matrices_that_stay_values_are_in_fp16_of_a_model_in_fp16(tmp_path: Path
         folder = tmp_path / kind
         pico.save(folder, "gemma4-small", vocab_size=SIZE, dtype=dtype, **WRITTEN["gemma4-small"])
         gguf_tokenizers.byte_level(QWEN2).save_pretrained(folder)
-        stored = stored_tensors(export(folder, tmp_path / f"{kind}-out", "q6_k"))
-        assert stored["per_layer_model_proj.weight"][0].format.name == kind
+        file = export(folder, tmp_path / f"{kind}-out", "q6_k")
+        assert stored_tensors(file)["per_layer_model_proj.weight"][0].format.name == kind
+        assert open_checkpoint(file).specs.keys() == open_checkpoint(folder).specs.keys()
 
 
 @pytest.mark.parametrize(("number", "what"), [(float("nan"), "NaN"), (float("inf"), "beyond"), (1e8, "beyond")])

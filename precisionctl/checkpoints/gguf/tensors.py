@@ -242,13 +242,13 @@ def hf_tensors(
 
 
 def _hf_shapes(model: ModelShape, most: int) -> dict[str, Shape]:
-    """The shapes of a model's smaller tensors by name, those with a dimension of 1 among them. Rows of more than `most`
-    places are passed over, as metadata may claim more layers than there are tensors."""
-    spelled = (row for row in table_of(model).spelled({}, model) if row.present.in_layout("hf", model))
+    """The shapes of a model's smaller tensors by name, those with a dimension of 1 among them, but no experts'. Rows of
+    more than `most` places are passed over, as metadata may claim more layers than there are tensors."""
+    spelled = (row for row in table_of(model).spelled({}, model) if not row.of_experts)
     return {
         name: shape
         for row in spelled
-        if row.count(model) <= most and prod(row.shape(model)) <= _SMALL
+        if row.present.in_layout("hf", model) and 0 < row.count(model) <= most and prod(row.shape(model)) <= _SMALL
         for place in row.places(model)
         for name, shape in zip(names(row, "hf", place), row.shapes(model, "hf"), strict=True)
     }
