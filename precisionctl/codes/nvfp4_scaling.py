@@ -53,7 +53,10 @@ def _round(scaled: Tensor, generator: torch.Generator | None) -> Tensor:
     if generator is None:
         scaled.round_()  # half to even: a number of steps is even where its code is
     else:
-        scaled.add_(torch.rand(scaled.shape, generator=generator, device=scaled.device)).floor_()
+        drawn = torch.rand(scaled.shape, generator=generator, device=scaled.device)
+        whole = scaled.floor()
+        # Not by adding the draw, which FP32 may round up to the next number of steps
+        scaled.sub_(whole).gt_(drawn).add_(whole)
     return scaled.mul_(step)
 
 

@@ -2,6 +2,7 @@
 what that reference has not: rounding at random."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -71,6 +72,23 @@ def test_rounding_at_random_gives_a_neighbour_and_in_the_mean_the_value() -> Non
     assert (error <= 6 * (high - low) / 2 / math.sqrt(draws) + 1e-6).all()
     nearest = (dequantized(values, None) / unit - scaled).abs()
     assert nearest.mean() > 4 * error.mean(), "rounding to nearest is off by more"
+
+
+@pytest.mark.parametrize("draw", [0.0, 1 - 2**-23, 1 - 2**-24])
+def test_no_draw_moves_a_value_that_e2m1_has_and_none_leads_beyond_6(
+    draw: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last two are the largest that torch.rand gives: added to 3 steps of 2, FP32 has no number below 4 for them.
+    Between the numbers of E2M1, 0 leads to the upper neighbour and they to the lower one, as the share is 1/2."""
+    monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.full(shape, draw))
+    exact = [sign * each for each in E2M1 for sign in (1, -1)]  # with 6 in it, all of them are as their scale has them
+    between = [(low + high) / 2 for low, high in pairwise(sorted({*exact}))]
+    values = torch.tensor([exact, [*between, 6.0, -6.0]])
+    codes, scale_inv, _ = nvfp4_scaling.quantize(values, (1, 16), torch.Generator())
+    assert (scale_inv.float() == 448).all(), "the largest scale, by which 6 stays 6"
+    assert codes[0].tolist() == exact
+    neighbours = sorted({*exact})
+    assert codes[1].tolist() == [*(neighbours[:-1] if draw else neighbours[1:]), 6.0, -6.0]
 
 
 def test_a_tensor_of_zeros_or_of_nothing_stays_that_and_no_number_is_lost_in_silence() -> None:
