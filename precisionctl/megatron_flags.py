@@ -138,6 +138,15 @@ def stateless_words(precision: "Precision") -> Mapping[str, object]:
     return words | ({FIRST_LAST.parameter: True, **numbers} if any(numbers.values()) else {})
 
 
+_OFF: Mapping[str, object] = {"fp8": None, "fp4": None, FIRST_LAST.parameter: False}
+"""The arguments that say that a run is in FP8 or FP4, and of layers in BF16, as they are in any other run."""
+
+
+def words_of_bf16(args: Mapping[str, Any]) -> Mapping[str, object]:
+    """What the arguments of a run become where it goes on in BF16; without those that it lacks."""
+    return {name: off for name, off in _OFF.items() if name in args}
+
+
 def _theirs(name: str, value: str) -> str:
     """Megatron's value of a flag for ours."""
     (words,) = (flag.words for flag in FLAGS if flag.name == name)

@@ -29,6 +29,7 @@ from precisionctl.commands.notes import (
     tower_notes,
 )
 from precisionctl.commands.request import numerics
+from precisionctl.commands.run_precision import precision_of_run
 from precisionctl.commands.source import Source, with_masters
 from precisionctl.commands.source_notes import decoded_base_notes, source_notes
 from precisionctl.commands.storage import DCP, TORCH, TORCHTITAN, Storage
@@ -37,6 +38,7 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8.carry import amax_by_module, carry_state
 from precisionctl.fp8.state import Fp8States
+from precisionctl.megatron_flags import stateless_words
 from precisionctl.planning.plan import Plan, check_fp8_gemms
 from precisionctl.precision import Precision
 
@@ -60,9 +62,13 @@ def as_values(source: Source) -> Result:
     elif source.trained and of_trainer(source.trained):
         run = carry_trainer_run(source.trained, storage.parallelism)
     live = request.fills_extra_state and (in_fp8 or state is not None)
+    before = _stateless_before(source, state)
+    if storage.layout == "megatron" and before:
+        run = replace(run, args={**run.args, **stateless_words(before)})
     notes = [
         *_notes(source, run),
         *(_stateless_notes(request.recipe) if in_fp8 else ()),
+        *_unsaid_notes(storage, before),
         *(state.notes if state else ()),
         *(_payload_notes(storage, plan) if live else ()),
         *known_state_notes(known, carried=sidecar is known.outdated and not live),
@@ -144,6 +150,32 @@ def _master_notes(source: Source) -> Iterator[str]:
         yield "The optimizer's FP32 masters stay behind, too: the weights are their rounding, as FP32."
     elif of_trainer(source.reader) and source.reader.unsupported_state:
         yield "FP32 masters, if the optimizer has any, stay behind with it: the weights are the stored ones, as FP32."
+
+
+def _stateless_before(source: Source, state: Fp8States | None) -> Precision | None:
+    """The precision of the run that wrote the source, if that keeps no state and the result is for its next steps; None
+    if the user asks for another precision, or if the result's `state` is of delayed scaling."""
+    if source.request.precision != "keep" or (state and state.of_gemms):
+        return None
+    before = precision_of_run(source.reader)
+    return None if before is None or before.precision.keeps_state else before.precision
+
+
+def _unsaid_notes(storage: Storage, before: Precision | None) -> Iterator[str]:
+    """What a result does not say of the run before it, which kept no state."""
+    if before is None:
+        return
+    if storage.layout == "hf":
+        yield (
+            f"The run was in {before.codes} with {before.scaling} scaling, and this result has no place for that: to "
+            f"go on alike, `resume --precision {before.codes.lower()} --recipe ...`."
+        )
+        return
+    of_blocks = before.scaling == "block" and before.block.use_f32_scales
+    unsaid = ["precision.keep_bf16 " + ", ".join(before.keep_bf16)] * bool(before.keep_bf16)
+    unsaid += ["precision.block.use_f32_scales"] * of_blocks
+    if unsaid:
+        yield f"Megatron has no arguments for {' and '.join(unsaid)} of the run: `resume --set` gives them again."
 
 
 def _stateless_notes(recipe: Precision | None) -> Iterator[str]:

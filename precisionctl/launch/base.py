@@ -17,6 +17,7 @@ from precisionctl.checkpoints.megatron.directory import of_megatron
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, TRACKER, directory_name, read_tracker
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.notes import GATE
+from precisionctl.commands.run_precision import precision_of_run
 from precisionctl.doctor import examine_payloads
 from precisionctl.errors import CheckpointError, PrecisionError, UnknownArchitecture
 from precisionctl.fp8.state import DelayedScaling
@@ -30,7 +31,6 @@ from precisionctl.readiness.patterns import shortened
 from precisionctl.recipe import Recipe
 from precisionctl.sizes import counted, listed
 from precisionctl.trainer.saved.run_folder import recipe_of_run
-from precisionctl.trainer.saved.run_precision import precision_of_run
 from precisionctl.untrusted.safe_files import check_link, has_file
 
 FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"

@@ -19,6 +19,7 @@ from precisionctl.checkpoints.megatron.towers import tower_names
 from precisionctl.checkpoints.other_trainers.trainer_directory import says_its_model
 from precisionctl.checkpoints.run_reader import of_run
 from precisionctl.codes.statistics import scaling_words
+from precisionctl.commands.run_precision import precision_of_run
 from precisionctl.engines.serving import ServingLayout
 from precisionctl.errors import CheckpointError, PrecisionctlError
 from precisionctl.export.encode import along_with
@@ -33,7 +34,6 @@ from precisionctl.reports.model_sizes import size_rows
 from precisionctl.reports.recorded_state import describe_fp8, fp8_rows, role_table
 from precisionctl.reports.table import Table
 from precisionctl.sizes import counted, listed, size
-from precisionctl.trainer.saved.run_precision import precision_of_run
 
 Description = Mapping[str, Any]
 """What `--json` prints. Numbers are numbers: bytes, counts, steps; dtypes are PyTorch's names."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.commands.hints import open_hinted
+from precisionctl.commands.run_precision import precision_to_continue
 from precisionctl.conversion.known_state import KnownState, known_state
 from precisionctl.errors import RecipeError
 from precisionctl.model.model_shape import ModelShape
@@ -39,7 +40,6 @@ from precisionctl.trainer.preflight import (
 from precisionctl.trainer.saved import loading, run_folder
 from precisionctl.trainer.saved.balance import balance_notes, balance_of
 from precisionctl.trainer.saved.loading import Load, StatePart
-from precisionctl.trainer.saved.run_precision import precision_to_continue
 from precisionctl.trainer.settings import Settings, check_length, read_recipe
 
 

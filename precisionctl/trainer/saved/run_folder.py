@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron.keys import RUN_FILE, TRACKER
+from precisionctl.checkpoints.megatron.run_file import read_run_file
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import DamagedCheckpoint, OutputError, damage
 from precisionctl.fp8 import sidecar
@@ -23,7 +24,6 @@ from precisionctl.trainer.measure.json_numbers import nan_for_null, to_json_numb
 from precisionctl.trainer.model.router_balance import Balance
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
 from precisionctl.trainer.stopping import SkippedSteps, Stop
-from precisionctl.untrusted.safe_files import has_file, read_file
 from precisionctl.untrusted.safe_pickle import is_count
 
 _PARTIAL = ".partial"  # the suffix of a directory that Output is building
@@ -172,15 +172,15 @@ def _is_ours(path: Path) -> bool:
 def read_saved(iteration: Path) -> Saved | None:
     """The `run.json` in the directory of an iteration; None if another program wrote it. Raises DamagedCheckpoint for
     one that is not what a run writes."""
-    file = iteration / RUN_FILE
-    if not has_file(file, iteration):
+    if (said := read_run_file(iteration)) is None:
         return None
+    file = iteration / RUN_FILE
     try:
-        saved = Saved(**json.loads(read_file(file, iteration)))
+        saved = Saved(**said)
         saved = replace(saved, guard=saved.guard and nan_for_null(saved.guard))  # a gap that is NaN is null in JSON
     except (ValueError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(f"not what a run writes: {error}", where=file) from None
-    if not (is_count(saved.step) and is_count(saved.position) and isinstance(saved.identity, dict)):
+    if not (is_count(saved.step) and is_count(saved.position)):
         raise DamagedCheckpoint("not what a run writes: a value of the wrong type or size", where=file)
     if saved.guard is not None and not _is_guard_state(saved.guard):
         raise DamagedCheckpoint("not what a run writes: what its guard keeps is of the wrong type", where=file)

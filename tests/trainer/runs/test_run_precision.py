@@ -11,7 +11,9 @@ from conversions import change_args, run as convert
 from training import SMALL, make_place, run, settings
 
 from precisionctl.calibration.calibrate import calibrate
+from precisionctl.checkpoints.megatron.directory import of_megatron
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands.run_precision import precision_of_run
 from precisionctl.errors import RecipeError
 from precisionctl.fp8.state import DelayedScaling
 from precisionctl.launch.base import LaunchSource
@@ -20,7 +22,6 @@ from precisionctl.precision import PRESETS, BlockScaling, Precision
 from precisionctl.reports.inspect import describe, tables
 from precisionctl.trainer.resume import Settings, Started
 from precisionctl.trainer.run_plan import dry_run
-from precisionctl.trainer.saved.run_precision import precision_of_run
 
 OTHER = {"precision__delayed__amax_compute_algo": "most_recent", "precision__delayed__margin": 1, "train__steps": 1}
 """Settings that no bundled recipe has."""
@@ -207,3 +208,60 @@ def test_arguments_of_which_no_recipe_can_be_made_are_left_alone(place: Path, tm
     change_args(tmp_path / "megatron" / "release", fp8="hybrid", fp8_recipe="delayed", fp8_margin=10**6)
     assert describe(open_checkpoint(tmp_path / "megatron"))["run"] is None
     assert dry_run(asked(tmp_path / "megatron", place, tmp_path / "run")).plan.recipe.precision == Precision(fp8=True)
+
+
+@pytest.fixture(scope="module")
+def in_fp4(place: Path) -> Path:
+    """A run in NVFP4, but for its last layer."""
+    ends = {"precision__num_layers_at_end_in_bf16": 1, "train__steps": 1}
+    return run(settings(place / "source", place / "text.txt", place / "nvfp4", "nvfp4", **ends))[1].checkpoint
+
+
+@pytest.mark.parametrize("options", [{}, {"container": "torch"}, {"drop_optimizer": True}], ids=str)
+def test_a_run_in_nvfp4_is_one_by_megatron_s_arguments_too(
+    in_fp4: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    notes = convert(in_fp4, tmp_path / "megatron", "megatron", **options).notes
+    reader, expected = open_checkpoint(tmp_path / "megatron"), replace(PRESETS["nvfp4"], num_layers_at_end_in_bf16=1)
+    assert of_megatron(reader) and reader.args["first_last_layers_bf16"] is True
+    assert {name: reader.args[name] for name in ("fp4", "fp4_recipe", *ENDS)} == {
+        "fp4": "e2m1",
+        "fp4_recipe": "nvfp4",
+        "num_layers_at_start_in_bf16": 0,
+        "num_layers_at_end_in_bf16": 1,
+    }
+    found = precision_of_run(reader)
+    assert found is not None and (found.said_by, found.precision) == ("Megatron's arguments", expected)
+    assert LaunchSource(reader, tmp_path / "megatron").stateless == expected
+    assert not any("of the run" in note or "The run was" in note for note in notes)
+
+
+def test_what_megatron_s_arguments_cannot_say_of_a_run_is_noted(place: Path, tmp_path: Path) -> None:
+    said = "Megatron has no arguments for precision.{} of the run: `resume --set` gives them again."
+    notes = convert(place / "block", tmp_path / "megatron", "megatron").notes
+    assert said.format("keep_bf16 *.linear_proj") in notes
+    found = precision_of_run(open_checkpoint(tmp_path / "megatron"))
+    assert found is not None and found.precision == Precision(fp8=True, scaling="block")
+    given = {"precision__block__use_f32_scales": "true", "precision__scaling": "block", "train__steps": 1}
+    run(settings(place / "source", place / "text.txt", tmp_path / "f32", "fp8", **given))
+    notes = convert(tmp_path / "f32", tmp_path / "by_megatron", "megatron").notes
+    assert said.format("block.use_f32_scales") in notes
+
+
+@pytest.mark.parametrize("to", [{}, {"container": "dcp"}], ids=str)
+def test_where_nothing_says_the_precision_of_a_run_without_state_a_note_does(
+    place: Path, in_fp4: Path, tmp_path: Path, to: dict[str, Any]
+) -> None:
+    said = "The run was in NVFP4 with nvfp4 scaling, and this result has no place for that: to go on alike, "
+    said += "`resume --precision nvfp4 --recipe ...`."
+    assert said in convert(in_fp4, tmp_path / "nvfp4", "hf", **to).notes
+    of_delayed = convert(place / "delayed", tmp_path / "delayed", "hf", **to).notes
+    assert not any("The run was" in note for note in of_delayed), "its state says it"
+
+
+def test_a_result_in_another_precision_than_the_run_says_nothing_of_the_run_s(in_fp4: Path, tmp_path: Path) -> None:
+    for precision in ("bf16", "fp8"):
+        made = convert(in_fp4, tmp_path / precision, "megatron", precision)
+        assert not any("of the run" in note or "The run was" in note for note in made.notes)
+        found = precision_of_run(open_checkpoint(tmp_path / precision))
+        assert found is None if precision == "bf16" else found and found.precision.keeps_state

@@ -11,12 +11,13 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron.arguments import recipe_words
 from precisionctl.checkpoints.megatron.directory import of_megatron
 from precisionctl.checkpoints.megatron.keys import RUN_FILE
+from precisionctl.checkpoints.megatron.run_file import read_run_file
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.conversion.known_state import KnownState
 from precisionctl.errors import RecipeError
 from precisionctl.megatron_flags import keys_of
 from precisionctl.precision import Precision
 from precisionctl.recipe import recipe_of
-from precisionctl.trainer.saved.run_folder import saved_of
 
 _OF_ONE_RUN = ("precision.fp8", "precision.schedule")
 """Keys that another run does not take over: a command says the first, the second has shares of the run's own steps."""
@@ -36,8 +37,8 @@ def precision_of_run(reader: Reader) -> RunPrecision | None:
     """What run.json or Megatron's arguments say. None if neither is there, if the run was in BF16, and for arguments of
     which no recipe can be made, such as another version of Megatron may have. Raises DamagedCheckpoint and RecipeError
     for a `run.json` that makes no sense."""
-    if saved := saved_of(reader):
-        keys = {key: value for key, value in saved.identity.items() if key.startswith("precision.")}
+    if isinstance(reader, TorchDistReader) and (said := read_run_file(reader.path)):
+        keys = {key: value for key, value in said["identity"].items() if key.startswith("precision.")}
         if not keys.get("precision.fp8"):
             return None
         return _made({key: value for key, value in keys.items() if key not in _OF_ONE_RUN}, str(RUN_FILE), reader.path)

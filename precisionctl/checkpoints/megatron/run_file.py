@@ -1,0 +1,24 @@
+"""What a run of `resume` says of itself in each of its checkpoints."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from precisionctl.checkpoints.megatron.keys import RUN_FILE
+from precisionctl.errors import DamagedCheckpoint
+from precisionctl.untrusted.safe_files import has_file, read_file
+
+
+def read_run_file(iteration: Path) -> dict[str, Any] | None:
+    """The `run.json` in the directory of an iteration, with the settings that make the run by name in `identity`; None
+    if another program wrote it. Raises DamagedCheckpoint for one that has none."""
+    file = iteration / RUN_FILE
+    if not has_file(file, iteration):
+        return None
+    try:
+        said = json.loads(read_file(file, iteration))
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"not what a run writes: {error}", where=file) from None
+    if not (isinstance(said, dict) and isinstance(said.get("identity"), dict)):
+        raise DamagedCheckpoint("not what a run writes: it does not say which run it is", where=file)
+    return said
