@@ -38,7 +38,7 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8.carry import amax_by_module, carry_state
 from precisionctl.fp8.state import Fp8States
-from precisionctl.megatron_flags import stateless_words
+from precisionctl.megatron_flags import stateless_words, words_of_bf16
 from precisionctl.planning.plan import Plan, check_fp8_gemms
 from precisionctl.precision import Precision
 
@@ -62,9 +62,11 @@ def as_values(source: Source) -> Result:
     elif source.trained and of_trainer(source.trained):
         run = carry_trainer_run(source.trained, storage.parallelism)
     live = request.fills_extra_state and (in_fp8 or state is not None)
-    before = _stateless_before(source, state)
-    if storage.layout == "megatron" and before:
-        run = replace(run, args={**run.args, **stateless_words(before)})
+    keeps = request.precision == "keep" and not (state and state.of_gemms)
+    before = _stateless_before(source) if keeps else None
+    if storage.layout == "megatron":  # the Writer adds the words of `state`
+        words = stateless_words(before) if before else {}
+        run = replace(run, args={**run.args, **(words if keeps else words_of_bf16(run.args))})
     notes = [
         *_notes(source, run),
         *(_stateless_notes(request.recipe) if in_fp8 else ()),
@@ -152,11 +154,8 @@ def _master_notes(source: Source) -> Iterator[str]:
         yield "FP32 masters, if the optimizer has any, stay behind with it: the weights are the stored ones, as FP32."
 
 
-def _stateless_before(source: Source, state: Fp8States | None) -> Precision | None:
-    """The precision of the run that wrote the source, if that keeps no state and the result is for its next steps; None
-    if the user asks for another precision, or if the result's `state` is of delayed scaling."""
-    if source.request.precision != "keep" or (state and state.of_gemms):
-        return None
+def _stateless_before(source: Source) -> Precision | None:
+    """The precision of the run that wrote the source, if that keeps no state; None otherwise."""
     before = precision_of_run(source.reader)
     return None if before is None or before.precision.keeps_state else before.precision
 

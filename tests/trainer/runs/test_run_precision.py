@@ -15,6 +15,7 @@ from precisionctl.checkpoints.megatron.directory import of_megatron
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.run_precision import precision_of_run
 from precisionctl.errors import RecipeError
+from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import DelayedScaling
 from precisionctl.launch.base import LaunchSource
 from precisionctl.megatron_flags import keys_of
@@ -265,3 +266,35 @@ def test_a_result_in_another_precision_than_the_run_says_nothing_of_the_run_s(in
         assert not any("of the run" in note or "The run was" in note for note in made.notes)
         found = precision_of_run(open_checkpoint(tmp_path / precision))
         assert found is None if precision == "bf16" else found and found.precision.keeps_state
+
+
+@pytest.mark.parametrize("given", [{"fp4": "e2m1", "fp4_recipe": "nvfp4"}, {"fp8": "hybrid", "fp8_recipe": "mxfp8"}])
+@pytest.mark.parametrize("container", ["torch_dist", "torch"])
+def test_another_precision_takes_megatron_s_out_of_its_arguments(
+    place: Path, tmp_path: Path, container: str, given: dict[str, Any]
+) -> None:
+    before = tmp_path / "before"
+    convert(place / "delayed", before, "megatron", drop_fp8_state=True)
+    change_args(next(before.glob("iter_*")), **{"fp8": None, "first_last_layers_bf16": True, **given})
+    convert(before, tmp_path / "kept", "megatron", container=container)
+    kept = open_checkpoint(tmp_path / "kept")
+    assert of_megatron(kept) and given.items() <= kept.args.items() and kept.args["first_last_layers_bf16"] is True
+    for precision in ("bf16", "fp32"):
+        convert(before, tmp_path / precision, "megatron", precision, container=container)
+        reader = open_checkpoint(tmp_path / precision)
+        assert of_megatron(reader) and not reader.args["first_last_layers_bf16"]
+        assert [reader.args[name] for name in ("fp8", "fp4") if name in reader.args] == [None]
+        assert precision_of_run(reader) is None
+    convert(before, tmp_path / "fp8", "megatron", "fp8", container=container)  # with new state of delayed scaling
+    found = precision_of_run(open_checkpoint(tmp_path / "fp8"))
+    assert found is not None and found.precision.keeps_state
+
+
+def test_state_that_is_given_takes_another_scaling_out_of_megatron_s_arguments(place: Path, tmp_path: Path) -> None:
+    """Megatron refuses a run in FP8 and FP4 at once."""
+    convert(place / "delayed", tmp_path / "before", "megatron", drop_fp8_state=True)
+    change_args(tmp_path / "before" / "iter_0000001", fp8=None, fp4="e2m1", fp4_recipe="nvfp4")
+    convert(place / "delayed", tmp_path / "hf", "hf")
+    convert(tmp_path / "before", tmp_path / "made", "megatron", fp8_state=tmp_path / "hf" / sidecar.RELATIVE)
+    reader = open_checkpoint(tmp_path / "made")
+    assert of_megatron(reader) and (reader.args["fp8"], reader.args["fp4"]) == ("hybrid", None)
