@@ -12,7 +12,6 @@ from precisionctl.architectures.families import read_model, table_of
 from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints.base import (
     NO_HINTS,
-    NO_WAY_BACK,
     Companions,
     Container,
     Hints,
@@ -21,7 +20,6 @@ from precisionctl.checkpoints.base import (
 from precisionctl.checkpoints.chunks import Chunk, read_tensor
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.decoded.methods import decoded_weights
-from precisionctl.checkpoints.decoded.mlx_codes import MlxCodes
 from precisionctl.checkpoints.hf_directory import encodings_file, safetensors_pieces
 from precisionctl.checkpoints.hf_directory.companions import needed_hints, read_companions
 from precisionctl.checkpoints.hf_directory.config_json import config_of_values, write_beside
@@ -129,9 +127,7 @@ class HuggingFaceTensors:
             yield f"{what} stay behind unless `--kv-cache fp8` takes them along."
         if self.decoded and self.decoded.specs:
             weights = counted(len(self.decoded.specs), "weight was", "weights were")
-            of_mlx = isinstance(self.decoded, MlxCodes)  # of which the same may be made again
-            back = "`export-inference --target mlx` makes such anew." if of_mlx else NO_WAY_BACK
-            yield f"{weights} {self.decoded.words}. {back}"
+            yield f"{weights} {self.decoded.words}. {self.decoded.way_back}"
         if self.behind:
             scales = counted(len(self.behind), "scale")
             yield f"{scales} of inputs, outputs or a KV cache stay behind: e.g. {shown(min(self.behind))}."

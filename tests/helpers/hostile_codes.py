@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import conversions
 import pytest
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -30,6 +31,11 @@ def put(name: str, tensor: Tensor | None) -> Change:
     return changed
 
 
+def stray(name: str, tensor: Tensor) -> Change:
+    """A tensor of no module that the model has."""
+    return lambda tensors, said: tensors.update({name: tensor})
+
+
 def says(**changed: object) -> Change:
     """Other settings in `quantization_config`."""
     return lambda tensors, said: said.update(changed)
@@ -38,8 +44,8 @@ def says(**changed: object) -> Change:
 def assert_refused(
     made: Path, folder: Path, case: tuple[Change, type[PrecisionctlError], str], beside: str | None = None
 ) -> None:
-    """That a copy of a directory, in an empty folder, is one error once it was changed. What config.json says may be in
-    a file `beside` it."""
+    """That a copy of a directory, in an empty folder, is one error once it was changed: where codes are read, or where
+    a conversion is planned. What config.json says may be in a file `beside` it."""
     change, error, match = case
     tensors, config = load_file(made / "model.safetensors"), json.loads((made / "config.json").read_text())
     said = json.loads((made / beside).read_text()) if beside else config["quantization_config"]
@@ -50,3 +56,4 @@ def assert_refused(
         (folder / beside).write_text(json.dumps(said))
     with pytest.raises(error, match=match):
         read_tensor(open_checkpoint(folder), UP)
+        conversions.run(folder, folder / "out", "hf")

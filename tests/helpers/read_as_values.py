@@ -9,6 +9,7 @@ import conversions
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.decoded.methods import METHODS
@@ -38,6 +39,19 @@ def assert_read_as_values(
         conversions.run(source, source.parent / "megatron", "megatron", parallelism=Parallelism(2))
         assert compare(reader, open_checkpoint(source.parent / "megatron")).equal
     return notes, found
+
+
+class Numbers(TorchDispatchMode):
+    """A context that counts the numbers that PyTorch makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        found = function(*arguments, **(keywords or {}))
+        self.made += found.numel() if isinstance(found, Tensor) and not function.is_view else 0
+        return found
 
 
 def golden_cases(file: Path) -> list[str]:

@@ -8,7 +8,7 @@ import repository
 import torch
 from coded_directories import SIZES, of_module
 from hostile_codes import UP, Hostile, assert_refused, put
-from read_as_values import assert_golden, assert_read_as_values, golden_cases
+from read_as_values import Numbers, assert_golden, assert_read_as_values, golden_cases
 from torch import Tensor
 
 from precisionctl.checkpoints.chunks import read_rows, read_tensor
@@ -74,6 +74,23 @@ def test_how_rows_are_cut_does_not_matter(
     reader, expected = open_checkpoint(made[0]), made[1][UP].bfloat16()
     assert torch.equal(read_tensor(reader, UP), expected)
     assert torch.equal(read_rows(reader, UP, 31, 34), expected[31:65])
+
+
+def test_a_vector_of_all_outputs_is_not_decoded_anew_for_each_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be, 96 times, where memory is for a row at a time."""
+    generator, said = torch.Generator().manual_seed(1), {"quant_method": "aqlm"}
+    values = coded_directories.make(
+        tmp_path, "llama-3", said, lambda *weight: coded(*weight, 2, 8, 96, generator), lambda name: name == UP, **SIZES
+    )
+    expected = values[UP].bfloat16()
+    monkeypatch.setattr("precisionctl.checkpoints.decoded.base.PIECE", 128)
+    reader = open_checkpoint(tmp_path)
+    read_rows(reader, UP, 0, 1)  # and the codebooks
+    with Numbers() as numbers:
+        assert torch.equal(read_tensor(reader, UP), expected)
+    assert numbers.made < 40 * expected.numel()
 
 
 BOOKS = torch.ones(2, 256, 4, 8).half()

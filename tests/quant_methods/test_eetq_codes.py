@@ -87,6 +87,7 @@ HOSTILE: Hostile = {
     "another order": (put("weight", CODES), PrecisionError, "order that is not read"),
     "scales of inputs": (put("weight_scales", torch.ones(128).half()), DamagedCheckpoint, "scales is float16 of shape"),
     "scales of integers": (put("weight_scales", torch.ones(192).int()), DamagedCheckpoint, "scales is int32"),
+    "negative scales": (put("weight_scales", -torch.ones(192)), DamagedCheckpoint, r"scales holds a .*safetensors\)"),
     "scales of NaN": (put("weight_scales", torch.full((192,), torch.nan)), DamagedCheckpoint, "infinite or NaN"),
 }
 

@@ -7,13 +7,13 @@ import pytest
 import repository
 import torch
 from coded_directories import SIZES, of_module
-from hostile_codes import UP, Hostile, assert_refused, put, says
+from hostile_codes import UP, Hostile, assert_refused, put, says, stray
 from read_as_values import assert_golden, assert_read_as_values, golden_cases
 from torch import Tensor
 
 from precisionctl.checkpoints.chunks import read_rows, read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.errors import DamagedCheckpoint, PrecisionError
+from precisionctl.errors import DamagedCheckpoint, PrecisionError, UnmappedTensor
 
 GOLDEN = repository.GOLDEN / "fp_quant_codes.safetensors"
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -27,7 +27,7 @@ def coded(name: str, weight: Tensor, form: str, size: int, generator: torch.Gene
     exponents = torch.randint(-9, -2, (out, inputs // group), generator=generator)
     scales = (torch.rand(exponents.shape, generator=generator) * 400).to(torch.float8_e4m3fn)
     held = torch.pow(2.0, exponents) if form == "mxfp4" else scales.float()
-    matrix = torch.randn(size, size, generator=generator).bfloat16()
+    matrix = torch.linalg.qr(torch.randn(size, size, generator=generator)).Q.bfloat16()
     divisor = torch.rand(1, generator=generator) + 2 if form == "mxfp4" else torch.tensor([2000.0])
     numbers = torch.tensor(E2M1).double()[codes] * held.double().repeat_interleave(group, 1)
     values = torch.cat([part @ matrix.double().t() for part in numbers.split(size, 1)], 1) / divisor.double()
@@ -106,14 +106,53 @@ def test_scales_may_be_filled_up_as_the_kernels_leave_them(tmp_path: Path) -> No
     assert torch.equal(read_tensor(open_checkpoint(tmp_path), UP), values[UP].bfloat16())
 
 
+def test_values_in_the_place_of_codes_are_told_as_what_they_are(tmp_path: Path) -> None:
+    """`pseudoquantization`: no codes, and so no way back to any."""
+    generator = torch.Generator().manual_seed(1)
+
+    def pseudo(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        stored, values = coded(name, weight, "nvfp4", 64, generator)
+        kinds = ("forward_hadamard_matrix", "backward_hadamard_matrix", "act_global_scale", "weight_global_scale")
+        kept = {kind: stored[f"{name.removesuffix('weight')}{kind}"] for kind in kinds}
+        matrix = kept["forward_hadamard_matrix"].double()
+        parts = [part.double() @ matrix for part in values.split(64, 1)]
+        return of_module(name, kept | {"dqweight": torch.cat(parts, 1).bfloat16()}), values
+
+    said = {"quant_method": "fp_quant", "forward_dtype": "nvfp4", "store_master_weights": False}
+    values = coded_directories.make(tmp_path, "llama-3", said, pseudo, **SIZES | {"intermediate_size": 192})
+    reader = open_checkpoint(tmp_path)
+    what = "7 weights were rotated values rounded to NVFP4 of fp_quant, read as bfloat16"
+    assert f"{what}. There is no way back to that rotation." in list(reader.notes())
+    assert torch.allclose(read_tensor(reader, UP).float(), values[UP], rtol=0.02, atol=0.02 * float(values[UP].std()))
+
+
 NAN = torch.full((192, 8), 127, dtype=torch.uint8)
+EYE = torch.eye(64)
 HOSTILE: Hostile = {
     "no scales": (put("scales", None), DamagedCheckpoint, "no .*up_proj.scales for its codes"),
     "no codes": (put("qweight", None), DamagedCheckpoint, "no .*up_proj.qweight for its codes"),
     "no matrix": (put("forward_hadamard_matrix", None), DamagedCheckpoint, "no .*hadamard_matrix for its codes"),
     "no global scale": (put("weight_global_scale", None), DamagedCheckpoint, "no .*weight_global_scale for its codes"),
-    "a global scale of 0": (put("weight_global_scale", torch.zeros(1)), DamagedCheckpoint, "infinite or NaN"),
-    "a scale of NaN": (put("scales", NAN), DamagedCheckpoint, "infinite or NaN"),
+    "a global scale of 0": (put("weight_global_scale", torch.zeros(1)), DamagedCheckpoint, "global_scale holds a"),
+    "an infinite global scale": (put("weight_global_scale", torch.ones(1) / 0), DamagedCheckpoint, "scale holds a"),
+    "a negative global scale": (put("weight_global_scale", -torch.ones(1)), DamagedCheckpoint, "global_scale holds a"),
+    "a scale of NaN": (put("scales", NAN), DamagedCheckpoint, r"scales holds a .*model\.safetensors\)"),
+    "negative scales": (put("scales", NAN ^ 0xC0), DamagedCheckpoint, "scales holds a"),
+    "a matrix of zeros": (put("forward_hadamard_matrix", EYE * 0), DamagedCheckpoint, "is no rotation"),
+    "rows of length 1.02": (put("forward_hadamard_matrix", EYE * 1.02), DamagedCheckpoint, "is no rotation"),
+    "a column twice": (put("forward_hadamard_matrix", EYE[:, [0, 0, *range(2, 64)]]), DamagedCheckpoint, "no rotation"),
+    "a matrix of NaN": (put("forward_hadamard_matrix", EYE * torch.nan), DamagedCheckpoint, "is no rotation"),
+    "a matrix of none": (
+        stray("stray.backward_hadamard_matrix", EYE),
+        UnmappedTensor,
+        "stray.backward_hadamard_matrix",
+    ),
+    "a scale of no inputs": (
+        stray("stray.act_global_scale", torch.ones(1)),
+        UnmappedTensor,
+        "stray.act_global_scale",
+    ),
+    "nothing of no module": (stray("stray.scales", torch.ones(0)), UnmappedTensor, "stray.scales"),
     "scales of other groups": (put("scales", NAN[:, :4]), DamagedCheckpoint, "scales is uint8 of shape"),
     "scales in FP32": (put("scales", torch.ones(192, 8)), DamagedCheckpoint, "scales is float32"),
     "codes in INT8": (put("qweight", torch.ones(192, 64).char()), DamagedCheckpoint, "qweight is int8"),
@@ -130,6 +169,7 @@ HOSTILE: Hostile = {
     "a list of formats": (says(forward_dtype=["nvfp4"]), PrecisionError, "`forward_dtype` "),
     "the other format": (says(forward_dtype="mxfp4"), DamagedCheckpoint, "scales is uint8 of shape"),
     "weights to train": (says(store_master_weights=True), PrecisionError, "computes codes anew"),
+    "a word for false": (says(store_master_weights="false"), DamagedCheckpoint, "is 'false', neither true nor false"),
 }
 
 

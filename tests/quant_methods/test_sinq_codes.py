@@ -9,7 +9,7 @@ import pytest
 import repository
 import torch
 from coded_directories import SIZES, of_module
-from hostile_codes import MODULE, UP, Change, Hostile, assert_refused, put
+from hostile_codes import MODULE, UP, Change, Hostile, assert_refused, put, stray
 from hqq_directories import PACKINGS, packed
 from read_as_values import assert_golden, assert_read_as_values, golden_cases
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from precisionctl.checkpoints.chunks import read_rows, read_tensor
 from precisionctl.checkpoints.hf_directory.safetensors_file import read_described
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.errors import DamagedCheckpoint, PrecisionError
+from precisionctl.errors import DamagedCheckpoint, PrecisionError, UnmappedTensor
 
 GOLDEN = repository.GOLDEN / "sinq_codes.safetensors"
 MODULES = "model.safetensors.index.json.meta.json"
@@ -97,8 +97,16 @@ def says(**changed: object) -> Change:
 
 
 HOSTILE: Hostile = {
-    "no scale": (put("meta.scale.x", None), DamagedCheckpoint, "no .*up_proj.meta.scale for its codes"),
+    "no scale": (put("meta.scale.x", None), DamagedCheckpoint, "no .*up_proj.meta.scale.x for its codes"),
     "no steps": (put("meta.scale.s", None), DamagedCheckpoint, "no .*up_proj.meta.scale.s for its codes"),
+    "scales twice": (
+        put("meta.scale", torch.ones(384, 1).half()),
+        DamagedCheckpoint,
+        r"meta.scale is there, and as codes: .*\.meta\.scale\.m .*model\.safetensors\)",
+    ),
+    "zeros, and a step": (put("meta.zero.s", torch.ones(1, 12).half()), DamagedCheckpoint, "and as codes: .*zero.s"),
+    "a tensor of no module": (stray("model.meta.weight", torch.ones(2)), UnmappedTensor, "model.meta.weight"),
+    "another tensor of a module": (put("meta.awq_scale", torch.ones(1, 128)), UnmappedTensor, "meta.awq_scale"),
     "no zero": (put("meta.zero", None), DamagedCheckpoint, "no .*up_proj.meta.zero for its codes"),
     "no scales of inputs": (put("meta.scale2", None), DamagedCheckpoint, "no .*up_proj.meta.scale2 for its codes"),
     "scales in FP32": (put("meta.scale.x", torch.ones(32, 12)), DamagedCheckpoint, "scale.x is float32"),

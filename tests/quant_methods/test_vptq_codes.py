@@ -11,7 +11,7 @@ import repository
 import torch
 from coded_directories import SIZES, of_module
 from hostile_codes import MODULE, UP, Change, Hostile, assert_refused, put
-from read_as_values import assert_golden, assert_read_as_values, golden_cases
+from read_as_values import Numbers, assert_golden, assert_read_as_values, golden_cases
 from torch import Tensor
 
 from precisionctl.checkpoints.chunks import read_rows, read_tensor
@@ -136,6 +136,21 @@ def test_how_rows_are_cut_does_not_matter(
     assert torch.equal(read_rows(reader, UP, 31, 34), expected[31:65])
 
 
+def test_a_vector_of_all_outputs_is_not_decoded_anew_for_each_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be, 96 times, where memory is for a row at a time."""
+    for length in ("LENGTH", "OUTLIER_LENGTH"):
+        monkeypatch.setitem(globals(), length, 96)
+    expected = make(tmp_path, 1, lambda name: name == UP)[UP].bfloat16()
+    monkeypatch.setattr("precisionctl.checkpoints.decoded.base.PIECE", 128)
+    reader = open_checkpoint(tmp_path)
+    read_rows(reader, UP, 0, 1)  # and the codebooks
+    with Numbers() as numbers:
+        assert torch.equal(read_tensor(reader, UP), expected)
+    assert numbers.made < 40 * expected.numel()
+
+
 def test_settings_may_be_those_of_all_modules_of_a_name(tmp_path: Path, made: tuple[Path, dict[str, Tensor]]) -> None:
     """`shared_layer_config`, which has no name of a layer."""
     config = json.loads((made[0] / "config.json").read_text())
@@ -195,6 +210,9 @@ HOSTILE: Hostile = {
     "a true length": (of_module_says(vector_lens=[3, True]), DamagedCheckpoint, "no pairs of numbers"),
     "vectors of nothing": (of_module_says(vector_lens=[3, 0]), DamagedCheckpoint, "vectors of 0"),
     "other outputs": (of_module_says(out_features=101), DamagedCheckpoint, "indices is int32 of shape"),
+    "no main centroids": (of_module_says(num_centroids=[40, 0]), PrecisionError, "codebooks of .0, 16. vectors"),
+    "a negative count": (of_module_says(num_centroids=[40, -1]), PrecisionError, "codebooks of .-1, 16. vectors"),
+    "a word for false": (of_module_says(enable_perm="no"), DamagedCheckpoint, "is 'no', neither true nor false"),
     "63 centroids": (of_module_says(num_centroids=[40, 63]), PrecisionError, "codebooks of .63, 16. vectors"),
     "more residuals": (of_module_says(num_res_centroids=[-1, 128]), PrecisionError, "codebooks of .64, 128. vectors"),
     "residuals of outliers": (of_module_says(num_res_centroids=[2, 16]), PrecisionError, "and others to add"),

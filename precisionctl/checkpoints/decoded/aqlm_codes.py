@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from precisionctl.checkpoints.chunks import read_rows, read_tensor
+from precisionctl.checkpoints.chunks import Box, read_rows, read_tensor
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.dtypes import DType
-from precisionctl.errors import DamagedCheckpoint, shown
+from precisionctl.errors import shown
 from precisionctl.quant_methods.base import FLOATS
 from precisionctl.torch_when_used import torch
 
@@ -43,17 +43,19 @@ class AqlmCodes(DecodedWeights):
 
     def _values(self, name: str, row: int, rows: int) -> tuple[Tensor, str]:
         module = name.removesuffix(".weight")
-        books = self._books(module)
-        size, high, wide = books.shape[1:]
-        first, stop = row // high, (row + rows - 1) // high + 1
-        codes = read_rows(self._stored, f"{module}.codes", first, stop - first).view(-1, len(books))
-        sums = torch.zeros(len(codes), high * wide)
+        vectors = Box(0, self._stored.specs[f"{module}.codes"].rows, 0, self._books(module).shape[2])
+        return torch.cat([self._of_vectors(module, cut) for cut in vectors.run(row, rows)]), f"{module}.scales"
+
+    def _of_vectors(self, module: str, cut: Box) -> Tensor:
+        """Rows of the weight: of rows of vectors, the outputs that are in the columns of a box."""
+        books = self._books(module)[:, :, cut.column : cut.column + cut.columns]
+        codes = read_rows(self._stored, f"{module}.codes", cut.row, cut.rows).view(-1, len(books))
+        sums = torch.zeros(len(codes), *books.shape[2:])
         for book, column in zip(books, codes.t(), strict=True):
-            sums += book.view(size, -1).index_select(0, column.int() & size - 1)
-        scales = read_rows(self._stored, f"{module}.scales", first, stop - first).view(-1, 1, 1, 1)
-        values = sums.to(scales.dtype).view(stop - first, -1, high, wide) * scales
-        whole = values.transpose(1, 2).reshape((stop - first) * high, -1)
-        return whole[row - first * high :][:rows].contiguous(), f"{module}.scales"
+            sums += book.index_select(0, column.int() & len(book) - 1)
+        scales = read_rows(self._stored, f"{module}.scales", cut.row, cut.rows).view(-1, 1, 1, 1)
+        values = sums.to(scales.dtype).view(cut.rows, -1, *sums.shape[1:]) * scales
+        return values.transpose(1, 2).reshape(cut.elements, -1)
 
     def _books(self, module: str) -> Tensor:
         """A module's codebooks, FP32."""
@@ -71,7 +73,7 @@ class AqlmCodes(DecodedWeights):
         size = books.shape[1] if fits else 0
         if not fits or size & size - 1 or size.bit_length() > _WORDS[codes.dtype] + 1:
             there = f"{codes.stored_dtype} of shape {shown(codes.shape)}, beside codebooks in {books.stored_dtype}"
-            raise DamagedCheckpoint(f"{module}.codes is {there} of shape {shown(books.shape)}", where=self._where)
+            raise self._damaged(f"{module}.codes", f"{module}.codes is {there} of shape {shown(books.shape)}")
         if books.rows * books.columns > _MOST_NUMBERS:
             raise self._unread(f"{module}.codebooks has {books.rows * books.columns:,} numbers, which are not read")
         self._check(f"{module}.scales", (codes.rows, 1, 1, 1), books.dtype)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from precisionctl.checkpoints.base import NO_WAY_BACK
 from precisionctl.checkpoints.chunks import Chunk, in_pieces, whole
 from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensors
 from precisionctl.codes import numerics
@@ -42,6 +43,8 @@ class DecodedWeights(ABC):
     kinds: Set[str]
     behind: Set[str] = frozenset()
     """Those among `read` that say nothing of values, such as scales of inputs."""
+    way_back: str = NO_WAY_BACK
+    """Whether the codes can be made again, as a sentence."""
 
     def __init__(self, stored: StoredTensors, config: Mapping[str, Any], where: object) -> None:
         self._stored, self._config, self._where = stored, config, where
@@ -71,7 +74,7 @@ class DecodedWeights(ABC):
             amax, has_nan = numerics.amax_and_nan(rounded)  # isfinite takes longer than decoding
             if has_nan or bool(amax.isinf()):
                 what = f"`{name}` has values that are infinite or NaN, by its codes and {scales}"
-                raise DamagedCheckpoint(what, where=self._where)
+                raise self._damaged(scales, what)
             made.append(rounded)
         return torch.cat(made)
 
@@ -82,7 +85,7 @@ class DecodedWeights(ABC):
     def _present(self, name: str) -> TensorSpec:
         """A stored tensor. Raises DamagedCheckpoint if it is not there."""
         if name not in self._stored.specs:
-            raise DamagedCheckpoint(f"no {name} for its codes", where=self._where, do="Is every shard there?")
+            raise self._damaged(name, f"no {name} for its codes", "Is every shard there?")
         return self._stored.specs[name]
 
     def _check(self, name: str, shape: tuple[int, ...], *dtypes: DType) -> None:
@@ -90,13 +93,35 @@ class DecodedWeights(ABC):
         spec = self._present(name)
         if spec.shape != shape or spec.dtype not in dtypes:
             wanted = f"{' or '.join(map(str, dtypes))} of {shown(shape)}"
-            what = f"{name} is {spec.stored_dtype} of shape {shown(spec.shape)}, not {wanted}"
-            raise DamagedCheckpoint(what, where=self._where)
+            raise self._damaged(name, f"{name} is {spec.stored_dtype} of shape {shown(spec.shape)}, not {wanted}")
 
     def _check_alone(self, weight: str, codes: str) -> None:
         """Raise DamagedCheckpoint for a weight that is there as values, beside its codes."""
         if weight in self._stored.specs:
-            raise DamagedCheckpoint(f"{weight} is there as values, and as codes: {codes}", where=self._where)
+            raise self._damaged(weight, f"{weight} is there as values, and as codes: {codes}")
+
+    def _checked_scales(self, name: str, scales: Tensor, *, over: bool = False) -> Tensor:
+        """What is stored as scales that no writer makes negative. Raises DamagedCheckpoint for one that is negative,
+        infinite or NaN, or, of those that values are divided by (`over`), 0: not every value shows these."""
+        if not bool((scales.isfinite() & (scales > 0 if over else scales >= 0)).all()):
+            raise self._damaged(name, f"{name} holds a scale that is {'0, ' if over else ''}negative, infinite or NaN")
+        return scales
+
+    def _damaged(self, name: str, what: str, do: str = "") -> DamagedCheckpoint:
+        """The error for a stored tensor, which names its file; for one that is not there, the folder of the others."""
+        places = self._stored.places
+        where = places[name][0] if name in places else next(iter(places.values()))[0].parent
+        return DamagedCheckpoint(what, where=where, do=do)
+
+    def _switch(self, said: Mapping[str, Any], key: str, usual: bool) -> bool:
+        """A setting that is true or false; the `usual` one where it is not there, or null. Raises DamagedCheckpoint for
+        anything else, such as a string, of which every one but the empty one would be true."""
+        found = said.get(key)
+        if found is None:
+            return usual
+        if type(found) is not bool:
+            raise DamagedCheckpoint(f"`{key}` is {shown(found)}, neither true nor false", where=self._where)
+        return found
 
     def _objects(self, quantization: Mapping[str, Any], key: str) -> Mapping[str, Mapping[str, Any]]:
         """The settings under a key, an object for each module or pattern; none where it is not there. Raises

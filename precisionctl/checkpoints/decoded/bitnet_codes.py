@@ -83,7 +83,8 @@ class BitNetCodes(DecodedWeights):
         return self._last[1]
 
     def _scale(self, name: str) -> Tensor:
-        return read_tensor(self._stored, f"{name}_scale").bfloat16().float()
+        scale = read_tensor(self._stored, f"{name}_scale").bfloat16().float()
+        return self._checked_scales(f"{name}_scale", scale, over=not self._multiplies)
 
     def _settings(self, quantization: Mapping[str, Any]) -> str:
         """The `linear_class`. Raises PrecisionError for settings by which a model computes with other weights."""
@@ -95,7 +96,7 @@ class BitNetCodes(DecodedWeights):
             what = "weights to train, of which the model computes -1, 0 and 1 anew in each step (`online`)"
             do = "Start from the packed release. Without `quantization_config` in config.json they are read as stored."
             raise PrecisionError(what, where=self._where, do=do)
-        if quantization.get("use_rms_norm"):
+        if self._switch(quantization, "use_rms_norm", False):
             raise self._unread("`use_rms_norm`, norms of inputs within linears, which are not read")
         return found
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from precisionctl.checkpoints.chunks import Box, read_box, read_rows
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.dtypes import DType
-from precisionctl.errors import DamagedCheckpoint, shown
+from precisionctl.errors import shown
 from precisionctl.quant_methods.base import FLOATS
 from precisionctl.torch_when_used import torch
 
@@ -53,7 +53,8 @@ class EetqCodes(DecodedWeights):
         tiles = words.view(-1, columns // _TILE, _TOGETHER, _TILE).transpose(1, 2)
         halves = tiles.reshape(count, -1, _IN_ORDER // 2, 2)[row - first :][:rows].transpose(2, 3)
         numbers = (halves.reshape(rows, columns).view(torch.uint8) ^ 128).view(torch.int8)
-        scales = read_rows(self._stored, f"{name}_scales", row, rows).view(-1, 1)
+        stored = read_rows(self._stored, f"{name}_scales", row, rows).view(-1, 1)
+        scales = self._checked_scales(f"{name}_scales", stored)
         full = (numbers == -128).any(1, keepdim=True) | (numbers == 127).any(1, keepdim=True)
         if not bool((full | (scales == 0)).all()):
             raise self._unread(f"{name} has codes in an order that is not read, such as that for GPUs before Turing")
@@ -65,6 +66,6 @@ class EetqCodes(DecodedWeights):
         fits = codes.dtype == DType.int8 and len(codes.shape) == 2 and all(codes.shape)
         if not fits or codes.rows % _TILE or codes.columns % _TILE:
             what = f"{name} is {codes.stored_dtype} of shape {shown(codes.shape)}, no codes in tiles of {_TILE}"
-            raise DamagedCheckpoint(what, where=self._where)
+            raise self._damaged(name, what)
         self._check(f"{name}_scales", (codes.columns,), *FLOATS)
         return codes.columns, codes.rows

@@ -22,7 +22,7 @@ from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.codes import nibbles
 from precisionctl.codes.elements import E2M1
 from precisionctl.dtypes import DType
-from precisionctl.errors import DamagedCheckpoint, shown
+from precisionctl.errors import shown
 from precisionctl.quant_methods.base import FLOATS
 from precisionctl.torch_when_used import torch
 
@@ -32,23 +32,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Rotated:
-    """One of the formats: how many inputs share a scale, of which dtype it is, and what its codes are in words."""
+    """One of the formats: how many inputs share a scale, of which dtype it is, and what its codes are in words,
+    and the values that are stored in their place."""
 
     group: int
     scale: DType
     words: str
+    values: str
 
 
 _FORMATS: Mapping[str, _Rotated] = {
-    "mxfp4": _Rotated(32, DType.float8_e8m0fnu, "rotated MXFP4 codes"),
-    "nvfp4": _Rotated(16, DType.float8_e4m3fn, "rotated NVFP4 codes"),
+    "mxfp4": _Rotated(32, DType.float8_e8m0fnu, "rotated MXFP4 codes", "rotated values rounded to MXFP4"),
+    "nvfp4": _Rotated(16, DType.float8_e4m3fn, "rotated NVFP4 codes", "rotated values rounded to NVFP4"),
 }
 _CODES = ("qweight", "dqweight", "scales", "weight")
 _MATRIX, _GLOBAL = "forward_hadamard_matrix", "weight_global_scale"
 _OF_VALUES = ("qweight", "dqweight", "scales", _MATRIX, _GLOBAL)
 _OF_INPUTS, _OF_GRADIENTS = "act_global_scale", "backward_hadamard_matrix"
+_NOT_ROTATED_AGAIN = "There is no way back to that rotation."
 _MOST_ROWS = 1024
 """Rows of a matrix, which has up to 128."""
+_AS_GOOD_AS_ORTHOGONAL = 2**-6
+"""How far a product of two rows of a matrix may be from 0 or 1. In BF16, as the model has it, it is up to 2^-7."""
 
 
 class FPQuantCodes(DecodedWeights):
@@ -58,7 +63,7 @@ class FPQuantCodes(DecodedWeights):
         specs, said = self._stored.specs, quantization.get("forward_dtype", "nvfp4")
         if not isinstance(said, str) or said not in _FORMATS:
             raise self._unread(f"`forward_dtype` {shown(said)}, which is not known")
-        if quantization.get("store_master_weights"):
+        if self._switch(quantization, "store_master_weights", False):
             raise self._unread("weights to train, of which the model computes codes anew (`store_master_weights`)")
         self._format = _FORMATS[said]
         self._last: tuple[str, Tensor, Tensor | None] | None = None
@@ -69,9 +74,13 @@ class FPQuantCodes(DecodedWeights):
         modules = {name.rpartition(".")[0] for name in there}
         self._of_bytes = {module for module in modules if f"{module}.dqweight" not in there}
         self.shapes = {f"{module}.weight": self._shape(module, of_nothing) for module in sorted(modules)}
-        self.behind = {name for name, kind in kinds.items() if kind == _OF_INPUTS}
-        self.read = {name for name, kind in kinds.items() if kind == _OF_GRADIENTS} | there | of_nothing | self.behind
-        self.kinds = {self._format.words}
+        own = {name: kind for name, kind in kinds.items() if name.rpartition(".")[0] in modules}
+        self.behind = {name for name, kind in own.items() if kind == _OF_INPUTS}
+        self.read = {name for name, kind in own.items() if kind == _OF_GRADIENTS or name in of_nothing}
+        self.read |= there | self.behind
+        self.kinds = {self._format.words if module in self._of_bytes else self._format.values for module in modules}
+        if modules and not self._of_bytes:
+            self.way_back = _NOT_ROTATED_AGAIN
 
     def _values(self, name: str, row: int, rows: int) -> tuple[Tensor, str]:
         module, columns = name.removesuffix(".weight"), self.specs[name].columns
@@ -86,7 +95,8 @@ class FPQuantCodes(DecodedWeights):
     def _of_codes(self, module: str, row: int, rows: int, columns: int) -> Tensor:
         """`number * scale` of rows, `[rows, columns]`, in FP64."""
         here = Box(row, rows, 0, columns // self._format.group)
-        scales = read_box(self._stored, f"{module}.scales", here).view(self._format.scale.torch).float()
+        stored = read_box(self._stored, f"{module}.scales", here).view(self._format.scale.torch)
+        scales = self._checked_scales(f"{module}.scales", stored.float())
         values = torch.empty(rows, columns)
         codes = read_rows(self._stored, f"{module}.qweight", row, rows)
         nibbles.decode(codes, E2M1, scales, values, torch.empty(min(values.numel(), nibbles.SCRATCH)))
@@ -96,8 +106,15 @@ class FPQuantCodes(DecodedWeights):
         """What rotates a module's values back, FP64 `[n, n]`, and the global scale of its codes; None if they are no
         codes."""
         if self._last is None or self._last[0] != module:
-            divisor = read_tensor(self._stored, f"{module}.{_GLOBAL}").double() if module in self._of_bytes else None
+            divisor = None
+            if module in self._of_bytes:
+                name = f"{module}.{_GLOBAL}"
+                divisor = self._checked_scales(name, read_tensor(self._stored, name).double(), over=True)
             matrix = read_tensor(self._stored, f"{module}.{_MATRIX}").double().t().contiguous()
+            beyond = (matrix.t().matmul(matrix) - torch.eye(len(matrix), dtype=matrix.dtype)).abs()
+            if not bool((beyond <= _AS_GOOD_AS_ORTHOGONAL).all()):
+                what = f"{module}.{_MATRIX} is no rotation: its rows are not orthogonal, or not of length 1"
+                raise self._damaged(f"{module}.{_MATRIX}", what)
             self._last = module, matrix, divisor
         return self._last[1:]
 
@@ -108,13 +125,13 @@ class FPQuantCodes(DecodedWeights):
         if f"{module}.weight" not in of_nothing:
             self._check_alone(f"{module}.weight", name)
         if not coded and f"{module}.qweight" in self._stored.specs.keys() - of_nothing:
-            raise DamagedCheckpoint(f"{module} has a `qweight` and a `dqweight`", where=self._where)
+            raise self._damaged(name, f"{module} has a `qweight` and a `dqweight`")
         codes, size = self._present(name), self._present(f"{module}.{_MATRIX}").rows
         columns, group = codes.columns * (2 if coded else 1), self._format.group
         fits = codes.dtype in ((DType.uint8,) if coded else FLOATS) and len(codes.shape) == 2 and all(codes.shape)
         if not fits or not 0 < size <= _MOST_ROWS or columns % size or columns % group:
             what = f"{name} is {codes.stored_dtype} of shape {shown(codes.shape)}, beside a matrix of {size} rows"
-            raise DamagedCheckpoint(f"{what}: no {self._format.words}", where=self._where)
+            raise self._damaged(name, f"{what}: no {self._format.words}")
         self._check(f"{module}.{_MATRIX}", (size, size), *FLOATS)
         if coded:
             exact, padded = (codes.rows, columns // group), (-(-codes.rows // 128) * 128, -(-columns // group // 4) * 4)

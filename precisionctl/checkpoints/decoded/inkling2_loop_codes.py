@@ -99,7 +99,10 @@ class Inkling2LoopCodes(DecodedWeights):
 
     def _factor(self, coded: _ExpertCodes) -> Tensor:
         """By which the scales of an NVFP4 expert are multiplied, FP32 `[]`."""
-        amax, denominator = (read_tensor(self._stored, name).float().reshape(-1) for name in _factors(coded.stack))
+        whole, over = _factors(coded.stack)
+        amax, denominator = (read_tensor(self._stored, name).float().reshape(-1) for name in (whole, over))
+        self._checked_scales(whole, amax)
+        self._checked_scales(over, denominator, over=True)
         return amax[coded.expert] / denominator[coded.expert if len(denominator) > 1 else 0]
 
     def _coded(self, stack: str, expert: int) -> _ExpertCodes:

@@ -71,6 +71,8 @@ class MlxCodes(DecodedWeights):
     """The weights of a directory that mlx-lm quantized, under the names of published files. The config has its
     settings, and those of modules' own, by their names."""
 
+    way_back = "`export-inference --target mlx` makes such anew."
+
     def _find(self, quantization: Mapping[str, Any]) -> None:
         specs = self._stored.specs
         self._uncoded = _dtype_of_values(specs)

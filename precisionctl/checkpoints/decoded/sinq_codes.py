@@ -60,8 +60,11 @@ class SinqCodes(DecodedWeights):
         said = quantization.get("modules", {})
         if not isinstance(said, Mapping):
             raise DamagedCheckpoint(f"{MODULES} is not an object of objects", where=self._where)
-        self.read = {name for name in self._stored.specs if name.endswith((".W_q", *_BUFFERS)) or ".meta." in name}
+        self.read = {name for name in self._stored.specs if name.endswith((".W_q", *_BUFFERS))}
         self._weights = {f"{module}.weight": self._scaled(module, said.get(module)) for module in modules}
+        scales = (f"{module}.meta.{kind}" for module in modules for kind in ("scale", "zero"))
+        self.read |= {name for each in scales for name in (each, *_coded(each)) if name in self._stored.specs}
+        self.read |= {f"{module}.meta.scale2" for module in modules}
         self.shapes = {name: scaled.shape for name, scaled in self._weights.items()}
         self.kinds = {f"{scaled.packed.bits}-bit integers" for scaled in self._weights.values()}
         self._last: tuple[str, tuple[Tensor, Tensor, Tensor]] | None = None
@@ -83,7 +86,7 @@ class SinqCodes(DecodedWeights):
         """The scales or zero points of a module, `[n, 1]`."""
         if (plain := f"{module}.meta.{kind}") in self._stored.specs:
             return read_tensor(self._stored, plain)
-        codes, steps, least = (read_tensor(self._stored, f"{plain}.{part}") for part in _OF_CODES)
+        codes, steps, least = (read_tensor(self._stored, name) for name in _coded(plain))
         return (codes * steps + least).view(-1, 1)
 
     def _scaled(self, module: str, said: Any) -> _Scaled:
@@ -94,7 +97,8 @@ class SinqCodes(DecodedWeights):
             what = f"{module} has codes of SINQ, and {MODULES} does not say which"
             raise DamagedCheckpoint(what, where=self._where, do="Is it beside the weights?")
         method, packing, computed = (str(meta.get(key)) for key in ("method", "packing", "compute_dtype"))
-        if meta.get("view_as_float") or packing not in PACKINGS or any(each in method.lower() for each in _TABLES):
+        as_float, of_table = self._switch(meta, "view_as_float", False), any(each in method.lower() for each in _TABLES)
+        if as_float or of_table or packing not in PACKINGS:
             what = f"codes of SINQ packed as {shown(packing)} by {shown(method)}, as those of {module}"
             raise self._unread(f"{what}, which are not read")
         if (dtype := computed.removeprefix("torch.")) not in map(str, FLOATS):
@@ -114,12 +118,19 @@ class SinqCodes(DecodedWeights):
         return _Scaled((out, inputs), packed, DType(dtype))
 
     def _check_of_rows(self, name: str, rows: int) -> None:
-        """Raise DamagedCheckpoint for scales or zero points of other than so many rows."""
-        if f"{name}.x" not in self._stored.specs:
+        """Raise DamagedCheckpoint for scales or zero points of other than so many rows, or that are there twice."""
+        coded = sorted(self._stored.specs.keys() & _coded(name))
+        if not coded:
             return self._check(name, (rows, 1), *FLOATS)
-        codes = self._stored.specs[f"{name}.x"]
-        wide = codes.columns
+        if name in self._stored.specs:
+            raise self._damaged(name, f"{name} is there, and as codes: {coded[0]}")
+        wide = self._present(f"{name}.x").columns
         self._check(f"{name}.x", (rows // wide if wide and not rows % wide else rows, wide), DType.uint8)
         for part in _OF_CODES[1:]:
             self._check(f"{name}.{part}", (1, wide), *FLOATS)
         return None
+
+
+def _coded(name: str) -> tuple[str, ...]:
+    """The tensors of scales or zero points that are codes themselves."""
+    return tuple(f"{name}.{part}" for part in _OF_CODES)

@@ -89,8 +89,12 @@ class VptqCodes(DecodedWeights):
     def _values(self, name: str, row: int, rows: int) -> tuple[Tensor, str]:
         module = name.removesuffix(".weight")
         each, books = self._modules[module], self._books(module)
-        parts = [self._outliers(module, row, rows)] if each.outliers else []
-        parts += [self._group(module, group, row, rows) for group in range(each.groups)]
+        parts = []
+        if each.outliers:
+            cuts = self._cuts(module, "outlier_indices", each.outlier_length, row, rows)
+            parts.append(torch.cat([self._outliers(module, cut) for cut in cuts]))
+        cuts = self._cuts(module, "indices", each.length, row, rows)
+        parts += [torch.cat([self._group(module, group, cut) for cut in cuts]) for group in range(each.groups)]
         values = torch.cat(parts, 1)
         if each.reordered:
             values = values.index_select(1, books["perm"])
@@ -98,30 +102,32 @@ class VptqCodes(DecodedWeights):
             values = values.mul_(books["weight_scale"]).add_(books["weight_bias"])
         return values, f"{module}.centroids.weight"
 
-    def _group(self, module: str, group: int, row: int, rows: int) -> Tensor:
+    def _cuts(self, module: str, kind: str, length: int, row: int, rows: int) -> list[Box]:
+        """Rows of the weight as boxes: which vectors they are in, and in the columns which outputs of these."""
+        vectors = self._stored.specs[f"{module}.{kind}"].shape[1]
+        return list(Box(0, vectors, 0, length).run(row, rows))
+
+    def _group(self, module: str, group: int, cut: Box) -> Tensor:
         """Rows of the inputs of a group, `[rows, inputs]`."""
         each, books = self._modules[module], self._books(module)
-        first, stop = row // each.length, (row + rows - 1) // each.length + 1
         wide = -(-each.inputs * each.bits // 32)
-        here = Box(group, 1, first * wide, (stop - first) * wide)
+        here = Box(group, 1, cut.row * wide, cut.rows * wide)
         codes = _unpacked(read_box(self._stored, f"{module}.indices", here).view(-1, wide), each.bits, each.inputs)
-        vectors = _named(books["centroids.weight"][group], each.length, codes & each.count - 1)
+        vectors = _named(books["centroids.weight"][group], each.length, cut, codes & each.count - 1)
         if each.residuals:
             above = codes >> each.count.bit_length() - 1
-            vectors += _named(books["res_centroids.weight"][group], each.length, above)
-        return _rows(vectors, each.length, row - first * each.length, rows)
+            vectors += _named(books["res_centroids.weight"][group], each.length, cut, above)
+        return _rows(vectors)
 
-    def _outliers(self, module: str, row: int, rows: int) -> Tensor:
+    def _outliers(self, module: str, cut: Box) -> Tensor:
         """Rows of the outliers, `[rows, outliers]`. Raises DamagedCheckpoint for an index of none."""
         each, books = self._modules[module], self._books(module)
-        first, stop = row // each.outlier_length, (row + rows - 1) // each.outlier_length + 1
-        here = Box(0, 1, first * each.outliers, (stop - first) * each.outliers)
+        here = Box(0, 1, cut.row * each.outliers, cut.rows * each.outliers)
         codes = read_box(self._stored, f"{module}.outlier_indices", here).view(-1, each.outliers).int() & 0xFFFF
         if int(codes.max()) >= each.outlier_count:
             what = f"{module}.outlier_indices has {int(codes.max())}, and there are {each.outlier_count} centroids"
-            raise DamagedCheckpoint(what, where=self._where)
-        vectors = _named(books["outlier_centroids.weight"][0], each.outlier_length, codes)
-        return _rows(vectors, each.outlier_length, row - first * each.outlier_length, rows)
+            raise self._damaged(f"{module}.outlier_indices", what)
+        return _rows(_named(books["outlier_centroids.weight"][0], each.outlier_length, cut, codes))
 
     def _books(self, module: str) -> dict[str, Tensor]:
         """A module's tensors other than indices, `perm` as the place of each input. Raises DamagedCheckpoint if that is
@@ -133,14 +139,14 @@ class VptqCodes(DecodedWeights):
             if "perm" in books:
                 found, books["perm"] = (books["perm"].view(-1).int() & 0xFFFF).sort()
                 if not torch.equal(found, torch.arange(len(found), dtype=found.dtype)):
-                    raise DamagedCheckpoint(f"{module}.perm does not have each input once", where=self._where)
+                    raise self._damaged(f"{module}.perm", f"{module}.perm does not have each input once")
             self._last = module, books
         return self._last[1]
 
     def _sizes(self, module: str, said: Mapping[str, Any]) -> _Vectors:
         """What the config says of a module. Raises ValueError for what makes no sense, PrecisionError for codes that
         are not read."""
-        if said.get("indices_as_float") or not said.get("is_indice_packed", True):
+        if self._switch(said, "indices_as_float", False) or not self._switch(said, "is_indice_packed", True):
             raise self._unread(f"{module} has indices that are not packed, which are not read")
         if said.get("vector_quant_dim", "out") != "out":
             raise self._unread(f"{module} has vectors of inputs, which are not read")
@@ -153,7 +159,7 @@ class VptqCodes(DecodedWeights):
         if outliers and (outlier_residuals > 0 or outlier_count > 1 << 16):
             raise self._unread(f"{module} has {outlier_count} vectors of outliers, and others to add")
         residuals = max(residuals, 0)
-        powers = [number for number in (count, residuals) if number]
+        powers = [count, residuals] if residuals else [count]
         if any(number < 2 or number & number - 1 for number in powers) or residuals > count or count > 1 << 16:
             raise self._unread(f"{module} has codebooks of {shown(powers)} vectors, which are not read")
         if min(length, groups, inputs) < 1:
@@ -163,8 +169,8 @@ class VptqCodes(DecodedWeights):
         out = out if type(out) is int and out > 0 else (vectors[0] * length if vectors else 0)
         return _Vectors(
             *(out, groups, inputs, length, count, residuals, outliers, outlier_length, outlier_count),
-            normal=bool(said.get("enable_norm", f"{module}.weight_scale" in self._stored.specs)),
-            reordered=bool(said.get("enable_perm", f"{module}.perm" in self._stored.specs)),
+            normal=self._switch(said, "enable_norm", f"{module}.weight_scale" in self._stored.specs),
+            reordered=self._switch(said, "enable_perm", f"{module}.perm" in self._stored.specs),
         )
 
     def _check_tensors(self, module: str, each: _Vectors) -> None:
@@ -202,11 +208,12 @@ def _unpacked(words: Tensor, bits: int, count: int) -> Tensor:
     return (low >> shift | high << 32 - shift) & (1 << bits) - 1
 
 
-def _named(book: Tensor, length: int, codes: Tensor) -> Tensor:
-    """The vectors of a codebook that codes `[n, inputs]` name, `[n, inputs, length]`."""
-    return book.view(-1, length).index_select(0, codes.reshape(-1)).view(*codes.shape, length)
+def _named(book: Tensor, length: int, cut: Box, codes: Tensor) -> Tensor:
+    """The vectors of a codebook that codes `[n, inputs]` name, with the outputs of a cut, `[n, inputs, outputs]`."""
+    outputs = book.view(-1, length)[:, cut.column : cut.column + cut.columns]
+    return outputs.index_select(0, codes.reshape(-1)).view(*codes.shape, -1)
 
 
-def _rows(vectors: Tensor, length: int, first: int, rows: int) -> Tensor:
-    """Rows of the weight out of vectors of outputs `[n, inputs, length]`."""
-    return vectors.transpose(1, 2).reshape(-1, vectors.shape[1])[first : first + rows]
+def _rows(vectors: Tensor) -> Tensor:
+    """Rows of the weight out of vectors of outputs `[n, inputs, outputs]`."""
+    return vectors.transpose(1, 2).reshape(-1, vectors.shape[1])
