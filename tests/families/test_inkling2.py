@@ -117,6 +117,8 @@ HOSTILE: dict[str, tuple[str, Change]] = {
     ),
     "an integer amax": ("amax is int32", lambda t: t.update({f"{W13}_amax": t[f"{W13}_amax"].int()})),
     "two denominators": ("of shape .2., for 3", lambda t: t.update({f"{W13}_outer_scale_denominator": torch.ones(2)})),
+    "an infinite denominator": ("holds a", lambda t: t[f"{W13}_outer_scale_denominator"].fill_(torch.inf)),
+    "a negative amax": ("amax holds a", lambda t: t[f"{W13}_amax"].neg_()),
     "nothing to divide by": ("infinite or NaN", lambda t: t[f"{W13}_outer_scale_denominator"].zero_()),
     "a scale that is NaN": ("infinite or NaN", lambda t: t[f"{W13}_scale"].view(torch.uint8).fill_(127)),
     "an exponent that is NaN": ("infinite or NaN", lambda t: t[f"{W13}_scale".replace(".1.", ".0.")].fill_(255)),

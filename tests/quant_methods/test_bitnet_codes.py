@@ -81,6 +81,8 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], None], ty
     "a scale of rows": (put(SCALE, torch.ones(96)), DamagedCheckpoint, r"not .* of \(1,\)"),
     "a scale of integers": (put(SCALE, torch.ones(1).int()), DamagedCheckpoint, "weight_scale is int32"),
     "a scale of NaN": (put(SCALE, torch.full((1,), torch.nan)), DamagedCheckpoint, "infinite or NaN"),
+    "an infinite divisor": (put(SCALE, torch.ones(1) / 0), DamagedCheckpoint, "weight_scale holds a"),
+    "a negative divisor": (put(SCALE, -torch.ones(1)), DamagedCheckpoint, r"weight_scale holds a .*safetensors\)"),
     "a scale of zero": (put(SCALE, torch.zeros(1)), DamagedCheckpoint, "infinite or NaN"),
     "codes in INT8": (put(UP, torch.ones(24, 128, dtype=torch.int8)), DamagedCheckpoint, "no codes of two bits"),
     "values under a divisor": (put(UP, torch.ones(96, 128)), DamagedCheckpoint, "no codes of two bits"),

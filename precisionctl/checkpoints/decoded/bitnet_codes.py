@@ -17,7 +17,7 @@ from precisionctl.architectures.read_off import why_not_gemms
 from precisionctl.checkpoints.chunks import read_rows, read_tensor
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.dtypes import DType
-from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
+from precisionctl.errors import PrecisionError, shown
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import FLOATS
 from precisionctl.torch_when_used import torch
@@ -41,7 +41,7 @@ class BitNetCodes(DecodedWeights):
             numbers = codes.dtype == DType.uint8 or (self._multiplies and codes.dtype in FLOATS)
             if not numbers or len(codes.shape) != 2 or not all(codes.shape):
                 what = f"{weight} is {codes.stored_dtype} of shape {shown(codes.shape)}, no codes of two bits"
-                raise DamagedCheckpoint(what, where=self._where)
+                raise self._damaged(weight, what)
             self._check(scale, () if specs[scale].shape == () else (1,), *FLOATS)
         for name, spec in specs.items():
             if name.endswith(".weight") and spec.dtype == DType.uint8 and name not in scales:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from precisionctl.checkpoints.chunks import read_bytes, read_rows, read_tensor
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.dtypes import DType
-from precisionctl.errors import DamagedCheckpoint, damage, shown
+from precisionctl.errors import damage, shown
 from precisionctl.quant_methods.base import FLOATS
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_json import parse_json
@@ -96,7 +96,7 @@ class BitsAndBytesCodes(DecodedWeights):
             if not found:
                 continue
             if weight in self._states:
-                raise DamagedCheckpoint(f"{weight} has two quant_states", where=self._where)
+                raise self._damaged(name, f"{weight} has two quant_states")
             self._states[weight] = state = self._state(name, table)
             self._check_four_bits(weight, state)
             self.read |= {name, *(f"{weight}.{part}" for part in state.parts)}
@@ -108,7 +108,7 @@ class BitsAndBytesCodes(DecodedWeights):
         strays = (name for name in specs if name.rpartition(".")[2] in _PARTS and name not in self.read)
         if stray := next(strays, None):
             what = f"{stray} is there, and no quant_state says what of"
-            raise DamagedCheckpoint(what, where=self._where, do="Is every shard there?")
+            raise self._damaged(stray, what, "Is every shard there?")
         for name, spec in specs.items():
             if name.endswith(".weight") and spec.dtype == DType.int8 and name not in self._rows_of_int8:
                 self._present(f"{name.removesuffix('weight')}SCB")
@@ -177,7 +177,7 @@ class BitsAndBytesCodes(DecodedWeights):
             what = (
                 f"{name} is {spec.stored_dtype} of shape {shown(spec.shape)}, not JSON in up to {_LONGEST_STATE} bytes"
             )
-            raise DamagedCheckpoint(what, where=self._where)
+            raise self._damaged(name, what)
         with damage(f"{name} makes no sense", self._where):
             said = parse_json(self._text(name), name)
             nested = "nested_blocksize" in said
@@ -204,18 +204,18 @@ class BitsAndBytesCodes(DecodedWeights):
         codes = self._present(weight)
         if len(codes.shape) != 2 or codes.columns != 1 or codes.nbytes != -(-state.codes // 2):
             what = f"{weight} is {codes.stored_dtype} of shape {shown(codes.shape)}, for codes of {shown(state.shape)}"
-            raise DamagedCheckpoint(what, where=self._where)
+            raise self._damaged(weight, what)
         for part, (count, dtype) in state.parts.items():
             self._check(f"{weight}.{part}", (count,), dtype)
         if not state.nested_block and f"{weight}.nested_absmax" in self._stored.specs:
             what = f"{weight}.nested_absmax is beside absmaxes that are no codes"
-            raise DamagedCheckpoint(what, where=self._where)
+            raise self._damaged(f"{weight}.nested_absmax", what)
 
     def _check_int8(self, weight: str, scales: str) -> None:
         codes = self._present(weight)
         if len(codes.shape) != 2 or not codes.rows * codes.columns or codes.dtype != DType.int8:
             what = f"{weight} is {codes.stored_dtype} of shape {shown(codes.shape)}, beside {scales}"
-            raise DamagedCheckpoint(what, where=self._where)
+            raise self._damaged(weight, what)
         self._check(scales, (codes.rows,), DType.float32)
         order = f"{weight}_format"
         if order not in self._stored.specs:

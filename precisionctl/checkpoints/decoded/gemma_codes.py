@@ -70,7 +70,7 @@ class GemmaCodes(DecodedWeights):
         read = {name for coded in self._weights.values() for name in (coded.codes, coded.scale)}
         strays = (name for name in specs if name.endswith((*_SCALES.values(),)) and name not in read)
         if stray := next(strays, None):
-            raise DamagedCheckpoint(f"{stray} is there, and no codes", where=self._where, do="Is every shard there?")
+            raise self._damaged(stray, f"{stray} is there, and no codes", "Is every shard there?")
         self.behind = {name for name in specs if name.rpartition(".")[2] in _BEHIND}
         self.read = read | self.behind
         self.kinds = {f"{coded.bits}-bit integers" for coded in self._weights.values()}
@@ -106,7 +106,7 @@ class GemmaCodes(DecodedWeights):
                 for name, spec in ((coded.codes, codes), (coded.scale, scale))
             )
             what = f"{there} are no codes of {coded.bits} bits with a scale for each row"
-            raise DamagedCheckpoint(what, where=self._where)
+            raise self._damaged(coded.codes, what)
         return codes.rows, columns
 
     def _bits_of(self, modules: Iterable[str], quantization: Mapping[str, Any]) -> dict[str, int]:

@@ -19,7 +19,7 @@ from precisionctl.checkpoints.chunks import Box, read_box, read_bytes, read_tens
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.decoded.stacked_rows import PACKINGS, StackedRows
 from precisionctl.dtypes import DType
-from precisionctl.errors import DamagedCheckpoint, shown
+from precisionctl.errors import shown
 from precisionctl.quant_methods.base import FLOATS
 from precisionctl.torch_when_used import torch
 
@@ -92,7 +92,7 @@ class HqqCodes(DecodedWeights):
         axis, group = self._number(f"{module}.axis"), self._number(f"{module}.group_size")
         if min(out, inputs, group) < 1 or axis not in (0, 1) or out * inputs % group:
             what = f"{module} has codes of [{out}, {inputs}] in groups of {group} along axis {axis}"
-            raise DamagedCheckpoint(what, where=self._where)
+            raise self._damaged(f"{module}.shape", what)
         sizes = (out * inputs // group, group) if axis else (group, out * inputs // group)
         bits, in_word, word = PACKINGS[packing]
         packed = StackedRows(f"{module}.W_q", *sizes, bits, in_word, from_high=True)
@@ -106,7 +106,7 @@ class HqqCodes(DecodedWeights):
         spec = self._present(name)
         if spec.dtype != DType.uint8 or len(spec.shape) != 1 or not 0 < spec.rows <= _LONGEST:
             what = f"{name} is {spec.stored_dtype} of shape {shown(spec.shape)}, not up to {_LONGEST} letters"
-            raise DamagedCheckpoint(what, where=self._where)
+            raise self._damaged(name, what)
         return read_bytes(self._stored, name, 0, spec.rows).tobytes().decode("latin-1")
 
     def _number(self, name: str) -> int:

@@ -24,7 +24,6 @@ from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.codes import nibbles, numerics
 from precisionctl.codes.elements import E2M1
 from precisionctl.dtypes import DType
-from precisionctl.errors import DamagedCheckpoint
 from precisionctl.quant_methods.base import FLOATS
 from precisionctl.torch_when_used import torch
 
@@ -114,10 +113,10 @@ class Inkling2LoopCodes(DecodedWeights):
         scale, grid = self._present(found.scale), (codes.rows, found.shape[1] // kind.group)
         if len(codes.shape) != 2 or found.shape[1] % kind.group or scale.shape != grid:
             what = f"{name} is {list(codes.shape)}, with scales {list(scale.shape)}, not one for {kind.group} values"
-            raise DamagedCheckpoint(what, where=self._where)
+            raise self._damaged(name, what)
         if (codes.dtype, scale.dtype) != (kind.codes, kind.scale):
             stored = f"{codes.stored_dtype} with scales in {scale.stored_dtype}"
-            raise DamagedCheckpoint(f"{name} is {stored}, not {kind.codes} with {kind.scale}", where=self._where)
+            raise self._damaged(name, f"{name} is {stored}, not {kind.codes} with {kind.scale}")
         return found
 
     def _check_factors(self, stack: str, experts: int) -> None:
@@ -130,7 +129,7 @@ class Inkling2LoopCodes(DecodedWeights):
             spec = self._present(name)
             if spec.shape not in shapes or spec.dtype not in FLOATS:
                 what = f"{name} is {spec.stored_dtype} of shape {list(spec.shape)}, for {experts} experts"
-                raise DamagedCheckpoint(what, where=self._where)
+                raise self._damaged(name, what)
 
 
 def _factors(stack: str) -> tuple[str, str]:

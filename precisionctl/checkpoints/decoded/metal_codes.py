@@ -15,7 +15,7 @@ from precisionctl.checkpoints.chunks import read_rows
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.codes.mlx_groups import affine_values
 from precisionctl.dtypes import DType
-from precisionctl.errors import DamagedCheckpoint, shown
+from precisionctl.errors import shown
 from precisionctl.quant_methods.base import FLOATS
 from precisionctl.torch_when_used import torch
 
@@ -60,7 +60,7 @@ class MetalCodes(DecodedWeights):
                 f"{module}.weight is {codes.stored_dtype} of shape {shown(codes.shape)}, beside scales in "
                 f"{scales.stored_dtype}: no codes of {self._bits} bits in groups of {group}"
             )
-            raise DamagedCheckpoint(what, where=self._where)
+            raise self._damaged(f"{module}.weight", what)
         for kind in ("scales", "qbiases"):
             self._check(f"{module}.{kind}", (codes.rows, columns // group), scales.dtype)
         return codes.rows, columns

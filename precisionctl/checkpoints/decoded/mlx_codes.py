@@ -88,7 +88,7 @@ class MlxCodes(DecodedWeights):
             for name in (part.name for part in parts if part.name not in coded):
                 if specs[name].dtype not in FLOATS:
                     what = f"{name} is {specs[name].stored_dtype}, no part of a weight"
-                    raise DamagedCheckpoint(what, where=self._where)
+                    raise self._damaged(name, what)
             self.read |= {part.name for part in parts}
         self.shapes = {name: shape for name, shape in coded.items() if name not in self.read}
         self.shapes |= {name: shape_of(parts) for name, parts in self._made.items()}
@@ -97,7 +97,7 @@ class MlxCodes(DecodedWeights):
                 self._present(f"{name.removesuffix('weight')}scales")
             if name.endswith(".biases") and name not in self.read:
                 what = f"{name} is there, and no integers that it could belong to"
-                raise DamagedCheckpoint(what, where=self._where, do="Is every shard there?")
+                raise self._damaged(name, what, "Is every shard there?")
 
     def rows(self, name: str, row: int, rows: int) -> Tensor:
         if name not in self._made:

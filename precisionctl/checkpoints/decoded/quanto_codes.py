@@ -87,14 +87,14 @@ class QuantoCodes(DecodedWeights):
             codes = self._present(f"{name}._data")
             if codes.dtype not in _BYTES or len(codes.shape) != 2 or not all(codes.shape):
                 what = f"{name}._data is {codes.stored_dtype} of shape {shown(codes.shape)}, no codes of 8 bits"
-                raise DamagedCheckpoint(what, where=self._where)
+                raise self._damaged(f"{name}._data", what)
             self._check(f"{name}._scale", (codes.rows, 1), *FLOATS)
             return (codes.rows, codes.columns), None
         codes, groups = specs[f"{name}._data._data"], scale.rows
         held = [bits for bits in (4, 2) if codes.rows == -(-groups * bits // 8)]
         if codes.dtype != DType.uint8 or len(codes.shape) != 2 or not all(codes.shape) or len(held) != 1:
             what = f"{name}._data._data is {codes.stored_dtype} of shape {shown(codes.shape)}, beside {groups} scales"
-            raise DamagedCheckpoint(what, where=self._where)
+            raise self._damaged(f"{name}._data._data", what)
         self._check(f"{name}._scale", (groups, 1), *FLOATS)
         self._check(f"{name}._shift", (groups, 1), scale.dtype, DType.int8, DType.uint8)
         shape = self._sizes.get(name)

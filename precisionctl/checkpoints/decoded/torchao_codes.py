@@ -89,7 +89,7 @@ class TorchaoCodes(DecodedWeights):
         codes = (name for name in self._stored.specs if stored_name(name)[0].endswith("_qdata"))
         if stray := next((name for name in codes if name not in self.read), None):
             what = f"{stray} is there, and no metadata of its file says what it is"
-            raise DamagedCheckpoint(what, where=self._where, do="Copy the files again, or let torchao decode them.")
+            raise self._damaged(stray, what, "Copy the files again, or let torchao decode them.")
         self.shapes = {name: coded.shape for name, coded in self._weights.items()}
         self.kinds = {coded.of.words for coded in found}
 
@@ -190,7 +190,7 @@ class TorchaoCodes(DecodedWeights):
         if not fits:
             there = ", ".join(f"{kind} {spec.stored_dtype} {list(spec.shape)}" for kind, spec in sorted(specs.items()))
             what = f"{name} has {there}, which are no {said.of.words} with a scale for each block of {shown(block)}"
-            raise DamagedCheckpoint(what, where=self._where)
+            raise self._damaged(f"{prefix}qdata{index}", what)
         if not packed and specs.get("zero_point", codes).dtype not in said.of.codes:
             raise self._unread(f"{name} has zero points in {specs['zero_point'].stored_dtype}, which are not read")
         codes_at, scale_at = f"{prefix}qdata{index}", f"{prefix}scale{index}"

@@ -168,8 +168,8 @@ class TransposedCodes(DecodedWeights):
     def _order(self, module: _Module) -> Tensor | None:
         usual = torch.arange(module.inputs) // module.group
         order = usual if module.order is None else read_tensor(self._stored, module.order).long()
-        if not bool(((order >= 0) & (order < module.groups)).all()):
-            raise DamagedCheckpoint(f"{module.order} names groups that are none of {module.groups}", where=self._where)
+        if module.order and not bool(((order >= 0) & (order < module.groups)).all()):
+            raise self._damaged(module.order, f"{module.order} names groups that are none of {module.groups}")
         return None if module.inputs == module.group * module.groups and torch.equal(order, usual) else order
 
     def _codes(self, module: _Module, columns: slice) -> Tensor:
@@ -209,7 +209,7 @@ class TransposedCodes(DecodedWeights):
                 or spec.dtype not in (FLOATS if kind == "scales" else (DType.int32,))
             ):
                 what = f"{name}.{kind} is {spec.stored_dtype} of shape {list(spec.shape)}"
-                raise DamagedCheckpoint(what, where=self._where)
+                raise self._damaged(f"{name}.{kind}", what)
         self._check_alone(f"{name}.weight", f"{name}.qweight")
         (rows, columns), zeros, (groups, out) = (spec.shape for spec in there.values())
         possible = [bits for bits in (2, 4, 8) if zeros == (groups, -(-out * bits // 32))]  # several for few outputs
@@ -217,7 +217,7 @@ class TransposedCodes(DecodedWeights):
         order = specs.get(f"{name}.g_idx")
         if self._ordered and not self._words.awq and order is None:
             what = f"no {name}.g_idx for its codes, as other codes have or config.json's `desc_act` asks for"
-            raise DamagedCheckpoint(what, where=self._where, do="Is every shard there?")
+            raise self._damaged(f"{name}.g_idx", what, "Is every shard there?")
         if self._words.awq:
             inputs, fits = rows, bits == 4 and columns * 8 == out and rows % 2 == 0
         else:
