@@ -19,7 +19,7 @@ from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.same_model import differences
 from precisionctl.param import Parallelism
 from precisionctl.recipe import RouterSettings
-from precisionctl.trainer.optimizer.megatron_schedule import DECAY_STYLES, WSD_STYLES
+from precisionctl.trainer.optimizer.megatron_schedule import DECAY_STYLES, WSD_STYLES, read_muon_args
 from precisionctl.trainer.saved.balance import balance_of
 
 Option = tuple[str, ...]
@@ -221,13 +221,14 @@ def _muon_options(source: LaunchSource) -> list[Option]:
     args = source.reader.args if of_megatron(source.reader) else {}
     if not source.has_optimizer or args.get("optimizer") != "muon":
         return []
-    numbers = {name: args.get(name) for name in ("muon_momentum", "muon_num_ns_steps", "muon_extra_scale_factor")}
-    words = {name: args.get(name) for name, known in _MUON_WORDS.items() if args.get(name) in known}
+    said = {**args, **read_muon_args(args)}
+    numbers = {name: said.get(name) for name in ("muon_momentum", "muon_num_ns_steps", "muon_extra_scale_factor")}
+    words = {name: said[name] for name, known in _MUON_WORDS.items() if said.get(name) in known}
     found = {name: value for name, value in numbers.items() if isinstance(value, int | float)} | words
     options: list[Option] = [("--optimizer", "muon"), *((_flag(name), str(value)) for name, value in found.items())]
-    if args.get("muon_nesterov") is True or args.get("muon_use_nesterov") is True:
+    if said.get("muon_nesterov") is True:
         options.append((_NESTEROV,))
-    if args.get("muon_split_qkv") is False:
+    if said.get("muon_split_qkv") is False:
         options.append(("--muon-no-split-qkv",))
     return options
 

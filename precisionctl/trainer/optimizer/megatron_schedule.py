@@ -6,7 +6,7 @@ samples, not updates. The initial rate of warm-up and WSD's decay are not in its
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from precisionctl.errors import DamagedCheckpoint, damage, shown
@@ -127,6 +127,18 @@ def _muon_args(settings: Optimizer) -> dict[str, object]:
     """Muon's arguments, whose names the recipe's keys have. Tensor-parallel ranks orthogonalize a matrix as a whole."""
     own = {key: value for key, value in vars(settings).items() if key.startswith("muon_")}
     return {"optimizer": "muon", "muon_tp_mode": "duplicated", **own}
+
+
+def read_muon_args(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Muon's settings in Megatron's arguments of any version, unchecked, by the recipe's keys; without those that are
+    not there."""
+    keys = (each.name for each in fields(Optimizer) if each.name.startswith("muon_"))
+    found = {key: args[key] for key in keys if args.get(key) is not None}
+    if "muon_scale_mode" in found:
+        found.setdefault("muon_coefficient_type", "quintic")  # before core 0.17 there is no other
+    if args.get("muon_use_nesterov") is not None:  # its name before core 0.18
+        found.setdefault("muon_nesterov", args["muon_use_nesterov"])
+    return found
 
 
 def _schedule_args(recipe: Recipe, schedule: MegatronSchedule | None) -> dict[str, object]:

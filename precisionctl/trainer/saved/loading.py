@@ -33,6 +33,7 @@ from precisionctl.sizes import counted
 from precisionctl.trainer.data import Blend, Rows
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule, read_schedule
 from precisionctl.trainer.run import Run
+from precisionctl.trainer.saved.other_settings import other_settings
 from precisionctl.trainer.saved.run_folder import saved_of
 
 Load = Literal["full", "weights"]
@@ -133,17 +134,20 @@ def others_run(source: Reader, skipped: Collection[StatePart], optimizer: Optimi
 
 
 def loading_notes(recipe: Recipe, source: Reader, skipped: Collection[StatePart]) -> Iterator[str]:
-    """Notes for the user: what was taken from another program's checkpoint, and what is left behind."""
+    """Notes for the user: what was taken from another program's checkpoint, which settings of the optimizer differ, and
+    what is left behind."""
     yield from reading_notes(source)
     if not (of_megatron(source) or _has_trainers_optimizer(source)):
         return
     theirs = others_run(source, skipped, recipe.optimizer)
+    differing = "" if "optimizer" in skipped else other_settings(source, theirs, recipe.optimizer)
     if theirs:
-        differing = other_settings(theirs, recipe.optimizer)
         what = "masters, moments and momentum" if theirs.muon else "masters and moments"
         yield f"optimizer: {what} of the checkpoint, after {counted(theirs.updates, 'update')}" + (
             f"; it had {differing}" if differing else ""
         )
+    elif differing:
+        yield f"optimizer: the run before had {differing}"
     if recipe.optimizer.by_muon and "optimizer" not in skipped and of_run(source) and not has_muon(source):
         yield (
             "optimizer: AdamW trained the checkpoint's matrices: their moments are left behind, and Muon's momentum "
@@ -268,20 +272,6 @@ def trained_run(source: RunReader, optimizer: Optimizer) -> TrainerRun:
         what = f"Muon trained the matrices, which have no moments for optimizer.preset = {optimizer.preset}"
         raise CheckpointError(what, where=source.path, do=f"Give --set optimizer.preset=muon. {_WITHOUT}")
     return run
-
-
-def other_settings(run: TrainerRun, settings: Optimizer) -> str:
-    """In words, which hyperparameters of the checkpoint's optimizer differ from the recipe's, and how to keep them;
-    empty if none does."""
-    theirs = dict(zip(("beta1", "beta2"), run.settings.get("betas", ()), strict=False))
-    keys = {"eps": "epsilon", "weight_decay": "weight_decay"}
-    theirs |= {ours: run.settings[key] for key, ours in keys.items() if key in run.settings}
-    theirs |= {"muon_momentum": run.muon["momentum"]} if run.muon else {}
-    differing = {key: value for key, value in theirs.items() if value != getattr(settings, key)}
-    return ", ".join(
-        f"{key} {value:g}, here {getattr(settings, key):g} (--set optimizer.{key}={value} keeps it)"
-        for key, value in differing.items()
-    )
 
 
 def load_rng(source: TorchDistReader) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -24,12 +25,13 @@ from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.errors import CheckpointError, MissingTensor, RecipeError
 from precisionctl.param import EMBEDDING, Parallelism
-from precisionctl.recipe import Optimizer
+from precisionctl.recipe import Optimizer, Recipe, load_recipe
 from precisionctl.trainer.optimizer import muon
 from precisionctl.trainer.optimizer.muon import MasterMuon, orthogonalized
 from precisionctl.trainer.parallel.shards import ModelShards
 from precisionctl.trainer.parallel.world import ALONE
 from precisionctl.trainer.resume import resume
+from precisionctl.trainer.saved import loading, other_settings
 
 GOLDEN = repository.GOLDEN / "muon.safetensors"
 SETTINGS = Optimizer(preset="muon", weight_decay=0.1, clip_norm=0.0)
@@ -247,9 +249,63 @@ def test_momentum_goes_to_megatron_and_back_into_a_run(place: Path, tmp_path: Pa
     (said,) = (note for note in again[1][0].notes if note.startswith("optimizer: "))
     assert said.startswith("optimizer: masters, moments and momentum of the checkpoint, after 4 updates")
     assert "muon_momentum 0.9, here 0.95 (--set optimizer.muon_momentum=0.9 keeps it)" in said
+    assert "muon_extra_scale_factor" not in said
+    recipe = load_recipe("bf16", ["optimizer.preset=muon"])
+    said = settings_said(tmp_path / "cut", recipe)
+    assert "it had muon_extra_scale_factor 0.2, here 1 (--set optimizer.muon_extra_scale_factor=0.2 keeps it)" in said
     for container in ("dcp", "deepspeed-universal"):
         with pytest.raises(CheckpointError, match=r"Muon.*goes to Megatron alone.*--drop-optimizer"):
             execute(plan_command(Request(place / "muon", tmp_path / container, "hf", container=container)))
+
+
+def settings_said(source: Path, recipe: Recipe) -> str:
+    """What is said of the optimizer's settings where a run goes on."""
+    notes = loading.loading_notes(recipe, TorchDistReader(source), ())
+    return "".join(note for note in notes if note.startswith("optimizer: ") and "AdamW trained" not in note)
+
+
+@pytest.mark.parametrize("preset", ["muon", "adamw"])
+def test_each_setting_of_the_optimizer_that_differs_is_said_with_what_keeps_it(place: Path, preset: str) -> None:
+    """Of a run of ours. With all that is advised nothing differs any more."""
+    asked = {"lr": 0.5, "beta1": 0.5, "beta2": 0.5, "epsilon": 0.5, "weight_decay": 0.5, "clip_norm": 0.5}
+    of_muon = {"momentum": 0.5, "nesterov": "true", "num_ns_steps": 7, "coefficient_type": "simple"}
+    of_muon |= {"scale_mode": "unit_rms_norm", "extra_scale_factor": 0.5, "split_qkv": "false"}
+    asked |= {f"muon_{key}": value for key, value in of_muon.items()} if preset == "muon" else {}
+    given = [f"optimizer.preset={preset}", *(f"optimizer.{key}={value}" for key, value in asked.items())]
+    said = settings_said(place / preset, load_recipe("bf16", given))
+    assert said.startswith("optimizer: the run before had ")
+    keeping = re.findall(r"--set (optimizer\.(\w+)=\S+) keeps it", said)
+    assert {key for _, key in keeping} == set(asked)
+    assert not settings_said(place / preset, load_recipe("bf16", [*given, *(override for override, _ in keeping)]))
+    other = settings_said(place / "adamw", load_recipe("bf16", ["optimizer.preset=fp8-lm"]))
+    assert "preset adamw, here fp8-lm (--set optimizer.preset=adamw keeps it)" in other
+
+
+def test_settings_in_megatrons_arguments_are_said_whatever_its_version(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names are those of megatron/training/arguments.py in core 0.16.1 and 0.19; a set of coefficients may be one that
+    no recipe has, and a value anything."""
+    monkeypatch.setattr(other_settings, "saved_of", lambda source: None)
+    monkeypatch.setattr(loading, "saved_of", lambda source: None)
+    whole, recipe = dict(TorchDistReader(place / "muon").args), load_recipe("bf16", ["optimizer.preset=muon"])
+    plain = {key: value for key, value in whole.items() if not key.startswith("muon_")}
+    older = {"muon_scale_mode": "shape_scaling", "muon_use_nesterov": True, "clip_grad": 0.25}
+    newer = {"muon_scale_mode": "spectral", "muon_nesterov": True, "muon_coefficient_type": "polar_express"}
+    broken = {"muon_num_ns_steps": [5], "muon_scale_mode": 3, "muon_extra_scale_factor": -1.0}
+    nesterov = "muon_nesterov true, here false (--set optimizer.muon_nesterov=true keeps it)"
+    for args, expected in (
+        (older, ("muon_scale_mode shape_scaling, here spectral (--set", nesterov, "clip_norm 0.25, here 1 (--set")),
+        (newer, ("muon_coefficient_type polar_express, here quintic (no --set keeps it)", nesterov)),
+        (broken, ("muon_scale_mode 3, here spectral (no --set keeps it)", "muon_extra_scale_factor -1, here 1 (no")),
+    ):
+        monkeypatch.setattr(TorchDistReader, "args", plain | args)
+        said = settings_said(place / "muon", recipe)
+        assert all(words in said for words in expected), said
+        assert "num_ns_steps" not in said
+    monkeypatch.setattr(TorchDistReader, "args", plain | older)
+    simple = load_recipe("bf16", ["optimizer.preset=muon", "optimizer.muon_coefficient_type=simple"])
+    assert "muon_coefficient_type quintic, here simple (--set" in settings_said(place / "muon", simple)
 
 
 def test_what_adamw_trained_goes_on_with_momentum_of_zeros_and_what_it_has_besides(place: Path, tmp_path: Path) -> None:
