@@ -121,6 +121,24 @@ class Cast(ABC):
 
 
 @dataclass(frozen=True)
+class ToDType(Cast):
+    """Values that are rounded to a dtype."""
+
+    dtype: DType
+
+    @property
+    def in_words(self) -> str:
+        return self.dtype.value
+
+    @property
+    def share_a_scale(self) -> None:
+        return None
+
+    def rounded(self, values: Tensor) -> Tensor:
+        return values.to(self.dtype.torch).float()
+
+
+@dataclass(frozen=True)
 class CodesInRows(Packing, Cast):
     """A packing with the scales: a row of values becomes a row of bytes, whatever the others are. So a plan need not
     say how such codes are made: writing them is a cast."""

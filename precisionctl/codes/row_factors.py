@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from precisionctl.codes.elements import Cast, CodesInRows
-from precisionctl.dtypes import DType
+from precisionctl.codes.elements import Cast
 from precisionctl.errors import DamagedCheckpoint
 
 if TYPE_CHECKING:
@@ -58,10 +57,10 @@ class RowFactors:
 
 @dataclass(frozen=True)
 class RoundedProducts(Cast):
-    """What values are read as of their products with `factors` in a dtype, or in codes."""
+    """What values are read as of their products with `factors`, which are cast."""
 
     factors: RowFactors
-    stored: DType | CodesInRows
+    cast: Cast
 
     @property
     def rows_together(self) -> int:  # type: ignore[override]
@@ -69,17 +68,15 @@ class RoundedProducts(Cast):
 
     @property
     def in_words(self) -> str:
-        return f"{self.stored.in_words if isinstance(self.stored, CodesInRows) else self.stored} products"
+        return f"{self.cast.in_words} products"
 
     @property
     def share_a_scale(self) -> int | None:
-        return self.stored.share_a_scale if isinstance(self.stored, CodesInRows) else None
+        return self.cast.share_a_scale
 
     def rounded(self, values: Tensor) -> Tensor:
         made, together = values.float().clone(), self.factors.rows_together if self.rows_together > 1 else len(values)
         for first in range(0, len(values), max(together, 1)):
             products = self.factors.multiplied(values[first : first + together], 0)
-            stored = self.stored
-            cast = stored.rounded(products) if isinstance(stored, CodesInRows) else products.to(stored.torch)
-            made[first : first + together] = self.factors.divided(cast, 0)
+            made[first : first + together] = self.factors.divided(self.cast.rounded(products), 0)
         return made

@@ -79,6 +79,26 @@ def test_codes_of_heads_that_are_turned_are_known_and_a_reference_describes_what
     assert check_directory(file, LLAMA_CPP, reference=published).passes
 
 
+@pytest.mark.parametrize("scheme", ["q8_0", "q4_k_m"])
+def test_a_part_whose_rows_are_no_whole_blocks_is_fp16_beside_codes_of_the_other(tmp_path: Path, scheme: Any) -> None:
+    sizes = {"qk_nope_head_dim": 16, "v_head_dim": 32, "kv_lora_rank": 32}  # rows of keys, transposed, have 16 values
+    published = source(tmp_path / "hf", "deepseek-v3", **gguf_files.WRITTEN["deepseek-v3"] | sizes)
+    file = export(published, tmp_path / "out", scheme)
+    name, hints = "model.layers.0.self_attn.kv_b_proj.weight", Hints(reference=published)
+    stored = stored_tensors(file)
+    parts = [stored[f"blk.0.attn_{part}_b.weight"][0] for part in ("k", "v")]
+    assert parts[0].format.name == "F16" and parts[1].format.name in ("Q8_0", "Q5_0")
+    before = open_checkpoint(published)
+    for place, status in ((None, "encoded"), (parts[0].offset, "differs"), (parts[1].offset + 5, "differs")):
+        data = bytearray(file.read_bytes())
+        if place:
+            data[place] ^= 1
+        (tmp_path / "changed.gguf").write_bytes(data)
+        found = compare(open_checkpoint(tmp_path / "changed.gguf", None, hints), before)
+        (tensor,) = (each for each in found.tensors if each.name == name)
+        assert (tensor.status, tensor.dtypes) == (status, f"float16 and {parts[1].format.name} / bfloat16")
+
+
 WITH_MTP = ("glm4-moe", "hy-v3", "qwen3-next", "deepseek-v3", "ling-2", "ling-3", "step3p5")
 
 

@@ -20,8 +20,9 @@ from precisionctl.checkpoints.gguf.head import GgufTensor, without_ones
 from precisionctl.checkpoints.gguf.tensor_rows import GgufRow
 from precisionctl.checkpoints.tensor_changes import SAME, AsItIs, Shape, TensorChange, factors_of
 from precisionctl.codes import numerics
-from precisionctl.codes.elements import Cast
-from precisionctl.codes.ggml_blocks import ENCODED, GgmlBlocks, blocks_of
+from precisionctl.codes.elements import Cast, ToDType
+from precisionctl.codes.ggml_blocks import ENCODED, blocks_of
+from precisionctl.codes.ggml_formats import BlockFormat
 from precisionctl.codes.row_factors import RoundedProducts, RowFactors
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, UnmappedTensor, at
@@ -112,14 +113,16 @@ class ChangedTensor:
     def cast(self) -> Cast | None:
         """How ggml makes its codes, if they are of formats that are made here, or what rounds products."""
         formats = [part.tensor.format for part in self.parts]
-        if self.factors and (formats[0].dtype or formats[0].name in ENCODED):
-            return RoundedProducts(self.factors, formats[0].dtype or blocks_of(formats[0]))
-        if not ENCODED.keys() >= {form.name for form in formats}:
+        casts = [cast for form in formats if (cast := _cast_to(form)) is not None]
+        if len(casts) < len(formats):
             return None
-        blocks = [*map(blocks_of, formats)]
+        if self.factors:
+            return RoundedProducts(self.factors, casts[0])
+        if all(form.dtype for form in formats):
+            return None
         if self.change.moves_rows and len({*formats}) == 1:
-            return blocks[0]
-        return BlocksOfParts(blocks, self.change, self.model, self.spec.rows // self.change.alone(self.model))
+            return casts[0]
+        return CastOfParts(casts, self.change, self.model, self.spec.rows // self.change.alone(self.model))
 
     def chunks(self) -> Sequence[Chunk]:
         if self.change is SAME and self.parts[0].tensor.format.dtype:
@@ -163,31 +166,38 @@ class ChangedTensor:
         return found
 
 
-@dataclass(frozen=True, eq=False)
-class BlocksOfParts(Cast):
-    """Codes of the parts of a tensor, in `blocks` of each, whose rows are none of theirs, or in several formats, as a
-    `change` makes them of `rows_together`."""
+def _cast_to(form: BlockFormat) -> Cast | None:
+    """What becomes of values in a format; None where that is not known here."""
+    if form.dtype:
+        return ToDType(form.dtype)
+    return blocks_of(form) if form.name in ENCODED else None
 
-    blocks: Sequence[GgmlBlocks]
+
+@dataclass(frozen=True, eq=False)
+class CastOfParts(Cast):
+    """Codes of the parts of a tensor, each by its own of `casts`, whose rows are none of theirs, or in several formats,
+    as a `change` makes them of `rows_together`. Where rows are no whole blocks, a part is values."""
+
+    casts: Sequence[Cast]
     change: TensorChange
     model: ModelShape
     rows_together: int
 
     @property
     def in_words(self) -> str:
-        return " and ".join(dict.fromkeys(blocks.in_words for blocks in self.blocks))
+        return " and ".join(dict.fromkeys(cast.in_words for cast in self.casts))
 
     @property
     def share_a_scale(self) -> int | None:
-        return max(blocks.share_a_scale for blocks in self.blocks)
+        return max(cast.share_a_scale or 0 for cast in self.casts)
 
     def rounded(self, values: Tensor) -> Tensor:
         made = []
         for together in torch.split(values, self.rows_together):
             parts = [part.contiguous() for part in self.change.to_parts(together, self.model)]
             coded = [
-                blocks.rounded(part.view(-1, part.shape[-1])).view(part.shape)
-                for blocks, part in zip(self.blocks, parts, strict=True)
+                cast.rounded(part.view(-1, part.shape[-1])).view(part.shape)
+                for cast, part in zip(self.casts, parts, strict=True)
             ]
             made.append(self.change.to_hf(coded, self.model))
         return torch.cat(made).reshape(values.shape)
