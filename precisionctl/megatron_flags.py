@@ -138,6 +138,12 @@ def stateless_words(precision: "Precision") -> Mapping[str, object]:
     return words | ({FIRST_LAST.parameter: True, **numbers} if any(numbers.values()) else {})
 
 
+def flags_of(words: Mapping[str, object]) -> tuple[tuple[str, ...], ...]:
+    """Arguments as flags of Megatron's command line, each with its value if it takes one."""
+    names = {flag.argument: flag.name for flag in (*FLAGS, FIRST_LAST)}
+    return tuple((names[key],) if value is True else (names[key], str(value)) for key, value in words.items())
+
+
 _OFF: Mapping[str, object] = {"fp8": None, "fp4": None, FIRST_LAST.parameter: False}
 """The arguments that say that a run is in FP8 or FP4, and of layers in BF16, as they are in any other run."""
 

@@ -16,6 +16,7 @@ from precisionctl.checkpoints.megatron.carried_run import (
 from precisionctl.checkpoints.megatron.directory import of_megatron
 from precisionctl.checkpoints.other_trainers.trainer_run import ADAMW_SETTINGS, OF_THE_LOOP, of_trainer
 from precisionctl.checkpoints.run_reader import trainer_run_of
+from precisionctl.codes.statistics import scaling_words
 from precisionctl.commands.build import Result
 from precisionctl.commands.notes import (
     code_notes,
@@ -38,7 +39,7 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8.carry import amax_by_module, carry_state
 from precisionctl.fp8.state import Fp8States
-from precisionctl.megatron_flags import stateless_words, words_of_bf16
+from precisionctl.megatron_flags import flags_of, stateless_words, words_of_bf16
 from precisionctl.planning.plan import Plan, check_fp8_gemms
 from precisionctl.precision import Precision
 
@@ -166,8 +167,8 @@ def _unsaid_notes(storage: Storage, before: Precision | None) -> Iterator[str]:
         return
     if storage.layout == "hf":
         yield (
-            f"The run was in {before.codes} with {before.scaling} scaling, and this result has no place for that: to "
-            f"go on alike, `resume --precision {before.codes.lower()} --recipe ...`."
+            f"The run was in {scaling_words(before.scaling)}, and this result has no place for that: to go on alike, "
+            f"`resume --precision {before.codes.lower()} --recipe ...`."
         )
         return
     of_blocks = before.scaling == "block" and before.block.use_f32_scales
@@ -180,11 +181,10 @@ def _unsaid_notes(storage: Storage, before: Precision | None) -> Iterator[str]:
 def _stateless_notes(recipe: Precision | None) -> Iterator[str]:
     """That a recipe without state leaves nothing in a checkpoint for training."""
     if recipe and not recipe.keeps_state:
-        codes = recipe.codes.lower()
+        flags = " ".join(word for flag in flags_of(stateless_words(recipe)) for word in flag)
         yield (
             f"{recipe.scaling} scaling keeps no state, so the result is that of --precision bf16: give the run the "
-            f"recipe, `resume --precision {codes} --recipe ...` here, "
-            f"--{'fp4' if codes == 'nvfp4' else 'fp8'}-recipe in Megatron-LM."
+            f"recipe, `resume --precision {recipe.codes.lower()} --recipe ...` here, `{flags}` in Megatron-LM."
         )
 
 

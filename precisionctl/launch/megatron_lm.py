@@ -14,7 +14,7 @@ from precisionctl.architectures.megatron.megatron_args import (
 from precisionctl.checkpoints.megatron.directory import of_megatron
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.launch.base import Launch, LaunchSource, left_to_provider
-from precisionctl.megatron_flags import PARALLEL_SIZES
+from precisionctl.megatron_flags import PARALLEL_SIZES, flags_of
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.same_model import differences
 from precisionctl.param import Parallelism
@@ -71,7 +71,7 @@ def launch(source: LaunchSource) -> Launch:
     options = [*_model_options(source.model), *_loading_options(source)]
     if source.tokenizer:
         options += [("--tokenizer-type", "HuggingFaceTokenizer"), ("--tokenizer-model", str(source.tokenizer))]
-    options += _precision_options(source)
+    options += [("--bf16",), *flags_of(source.fp8_words)]
     pooled_loss = balance_of(source.reader, RouterSettings()).pooled_loss
     training = _training_options(source, pooled_loss)
     options += training
@@ -259,12 +259,4 @@ def _balance_options(args: Mapping[str, Any], pooled_loss: float) -> list[Option
             options.append((_flag(name), str(args[name])))
     if args.get(_DROPPING) in ("probs", "position"):
         options.append((_flag(_DROPPING), args[_DROPPING]))
-    return options
-
-
-def _precision_options(source: LaunchSource) -> list[Option]:
-    options: list[Option] = [("--bf16",)]
-    for name, value in source.fp8_words.items():
-        flag = _flag(f"{name}_format" if name in ("fp8", "fp4") else name)
-        options.append((flag,) if value is True else (flag, str(value)))
     return options

@@ -253,7 +253,7 @@ def test_what_megatron_s_arguments_cannot_say_of_a_run_is_noted(place: Path, tmp
 def test_where_nothing_says_the_precision_of_a_run_without_state_a_note_does(
     place: Path, in_fp4: Path, tmp_path: Path, to: dict[str, Any]
 ) -> None:
-    said = "The run was in NVFP4 with nvfp4 scaling, and this result has no place for that: to go on alike, "
+    said = "The run was in NVFP4, and this result has no place for that: to go on alike, "
     said += "`resume --precision nvfp4 --recipe ...`."
     assert said in convert(in_fp4, tmp_path / "nvfp4", "hf", **to).notes
     of_delayed = convert(place / "delayed", tmp_path / "delayed", "hf", **to).notes
