@@ -34,6 +34,7 @@ def quantizers(precision: Precision) -> dict[str, Any]:
         (replace(BLOCK, block=HYBRID), "Float8BlockQuantizer", "E5M2"),
         (MXFP8, "MXFP8Quantizer", "E4M3"),
         (replace(MXFP8, block=HYBRID), "MXFP8Quantizer", "E5M2"),
+        (PRESETS["fp8-current"], "Float8CurrentScalingQuantizer", "E5M2"),
     ],
 )
 def test_quantizers_are_what_the_emulation_computes(precision: Precision, kind: str, grad_output: str) -> None:
@@ -42,7 +43,9 @@ def test_quantizers_are_what_the_emulation_computes(precision: Precision, kind: 
     formats = {role: each.dtype.name.removeprefix("kFloat8") for role, each in made.items()}
     assert formats == {"input": "E4M3", "weight": "E4M3", "grad_output": grad_output}
     assert all(each.rowwise_usage and each.columnwise_usage for each in made.values())
-    if kind == "Float8BlockQuantizer":
+    if kind == "Float8CurrentScalingQuantizer":
+        assert not any(each.force_pow_2_scales or each.amax_epsilon for each in made.values())
+    elif kind == "Float8BlockQuantizer":
         assert {role: each.block_scaling_dim for role, each in made.items()} == {
             "input": 1,
             "weight": 2,
@@ -67,6 +70,12 @@ def test_nvfp4_s_quantizers_are_what_the_emulation_computes() -> None:
     for each in made.values():
         assert not getattr(each, "row_scaled_nvfp4", False) and not getattr(each, "nvfp4_use_4over6", False)
         assert each.rht_matrix_random_sign_mask_t == sum(1 << i for i in (3, 5, 6, 7, 8, 9, 10, 12, 14, 15))
+
+
+@pytest.mark.parametrize("preset", [name for name, precision in PRESETS.items() if precision.fp8])
+def test_the_backward_takes_codes(preset: str) -> None:
+    backend = make_backend("te", PRESETS[preset], torch.bfloat16, torch.device("cuda"))
+    assert getattr(backend.recipe, "backward_override", None) is None  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(site: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     paths = (ROOT, HELPERS, ROOT / "benchmarks", site)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1", **variables}
     done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     return done
@@ -41,6 +41,22 @@ def test_what_needs_no_kernel_passes_without_a_gpu(site: Path) -> None:
     assert "not stood in for" not in done.stdout
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed and int(passed[1]) > 150
+
+
+def test_no_recipe_is_another_by_the_environment(site: Path) -> None:
+    """Recipes have such variables as their defaults (common/recipe/__init__.py)."""
+    others = {
+        "NVTE_BACKWARD_OVERRIDE": "high_precision",
+        "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "1",
+        "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1",
+        "NVTE_NVFP4_DISABLE_RHT": "1",
+        "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": "1",
+        "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": "1",
+        "NVTE_NVFP4_ROW_SCALED_ACTIVATION": "1",
+        "NVTE_NVFP4_4OVER6": "all",
+    }
+    recipes = str(TESTS / "gpu" / "test_te_recipes.py")
+    run(site, "-m", "pytest", "-q", "-p", "te_on_cpu", "-k", "quantizers or backward", recipes, **others)
 
 
 BENCHMARK = """

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch  # before Transformer Engine, which needs torch's libraries to be loaded
@@ -283,26 +284,38 @@ def _recipe(precision: Precision) -> Recipe:
     """TE's recipe. What a class reads from the environment, once, as its defaults, is set on the object."""
     ours = precision.delayed
     if precision.scaling == "current":
-        return Float8CurrentScaling(fp8_format=Format[ours.fp8_format])
+        current = _made(Float8CurrentScaling, fp8_format=Format[ours.fp8_format])
+        exact = QParams(power_2_scale=False, amax_epsilon=0.0)
+        current.use_power_2_scales = False
+        current.fp8_quant_fwd_inp = current.fp8_quant_fwd_weight = current.fp8_quant_bwd_grad = exact
+        return current
     if precision.scaling == "mxfp8":
-        return MXFP8BlockScaling(fp8_format=Format[precision.block.fp8_format])
+        return _made(MXFP8BlockScaling, fp8_format=Format[precision.block.fp8_format])
     if precision.scaling == "nvfp4":
-        fours = NVFP4BlockScaling()
+        fours = _made(NVFP4BlockScaling)
         fours.fp4_quant_fwd_inp = QParams(random_hadamard_transform=True)
         fours.fp4_quant_fwd_weight = QParams(fp4_2d_quantization=True)
         fours.fp4_quant_bwd_grad = QParams(random_hadamard_transform=True, stochastic_rounding=True)
         fours.row_scaled_activation, fours.nvfp4_4over6 = False, "none"
         return fours
     if precision.scaling == "block":
-        made = Float8BlockScaling(fp8_format=Format[precision.block.fp8_format])
+        made = _made(Float8BlockScaling, fp8_format=Format[precision.block.fp8_format])
         scales = QParams(power_2_scale=not precision.block.use_f32_scales, amax_epsilon=0.0)
         made.use_f32_scales = precision.block.use_f32_scales
         made.fp8_quant_fwd_inp = made.fp8_quant_fwd_weight = made.fp8_quant_bwd_grad = scales
         return made
-    return DelayedScaling(
+    return _made(
+        DelayedScaling,
         margin=ours.margin,
         fp8_format=Format[ours.fp8_format],
         amax_history_len=ours.amax_history_len,
         amax_compute_algo=ours.amax_compute_algo,
         reduce_amax=ours.reduce_amax,
     )
+
+
+def _made(kind: type[Any], **settings: Any) -> Any:
+    """A recipe whose backward takes codes. Delayed scaling refuses any other as it is made, even the environment's; TE
+    that is older has none."""
+    of_codes = {"backward_override": None} if any(each.name == "backward_override" for each in fields(kind)) else {}
+    return kind(**settings, **of_codes)
