@@ -96,9 +96,12 @@ def read_recipe(settings: Settings, known: Mapping[str, Any] = MappingProxyType(
         )
     require(recipe.tracking)
     if settings.collect_amax and recipe.precision.fp8:
+        why = (
+            "delayed scaling records amaxes anyway" if stateful else "this run's scaling takes its own, and keeps none"
+        )
         raise RecipeError(
             f"--collect-amax is for BF16 runs, and this one is in {recipe.precision.codes}",
-            do="Leave --collect-amax out: delayed scaling records amaxes anyway.",
+            do=f"Leave --collect-amax out: {why}.",
         )
     recipe = with_data(recipe, settings.data)
     if recipe.data.held_out:

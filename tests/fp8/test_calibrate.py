@@ -341,8 +341,11 @@ def test_a_checkpoint_without_a_tokenizer_is_calibrated_with_that_of_a_reference
 def test_an_fp8_run_collects_by_itself_and_a_model_that_no_fp8_run_takes_is_told_before(
     place: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(RecipeError, match="--collect-amax is for BF16 runs, and this one is in FP8"):
+    said = "--collect-amax is for BF16 runs, and this one is in {}.*{}"
+    with pytest.raises(RecipeError, match=said.format("FP8", "delayed scaling records amaxes anyway")):
         run(settings(place / "source", place / "text.txt", tmp_path / "a", "fp8", collect_amax=True))
+    with pytest.raises(RecipeError, match=said.format("NVFP4", "this run's scaling takes its own, and keeps none")):
+        run(settings(place / "source", place / "text.txt", tmp_path / "a", "nvfp4", collect_amax=True))
     make_source(tmp_path / "odd", intermediate_size=100)
     with pytest.raises(PrecisionError, match="FP8 GEMMs need multiples of 16"):
         run(settings(tmp_path / "odd", place / "text.txt", tmp_path / "b", collect_amax=True))
