@@ -82,7 +82,10 @@ FLAGS = (*_OF_FP8, *_OF_FP4, *LAYERS)
 
 def as_overrides(given: Mapping[str, object], first_last: bool) -> tuple[str, ...]:
     """The given flags as overrides in the form of `--set`. Raises RecipeError for a number of layers in BF16 without
-    `--first-last-layers-bf16`, which Megatron silently ignores."""
+    `--first-last-layers-bf16`, which Megatron silently ignores, and for FP8 and FP4 at once, which it refuses."""
+    formats = [flags[0].name for flags in (_OF_FP8, _OF_FP4) if flags[0].name in given]
+    if len(formats) > 1:
+        raise RecipeError(f"{' and '.join(formats)} exclude each other", do="Leave one of them out.")
     numbers = [flag.name for flag in LAYERS if flag.name in given]
     if numbers and not first_last:
         raise RecipeError(
@@ -97,8 +100,10 @@ def as_overrides(given: Mapping[str, object], first_last: bool) -> tuple[str, ..
 
 def keys_of(args: Mapping[str, Any]) -> Mapping[str, object]:
     """The recipe keys that the arguments in a Megatron checkpoint set, as far as its scaling uses them. Empty if the
-    run was in neither FP8 nor FP4, or has a value that no key has (the recipe `custom`)."""
-    kind = next((flags for flags in (_OF_FP4, _OF_FP8) if args.get(flags[0].argument) is not None), ())
+    run was in neither FP8 nor FP4, in both, which Megatron refuses, or has a value that no key has (the recipe
+    `custom`)."""
+    kinds = [flags for flags in (_OF_FP8, _OF_FP4) if args.get(flags[0].argument) is not None]
+    kind = kinds[0] if len(kinds) == 1 else ()
     keys: dict[str, object] = {}
     for flag in (*kind, *LAYERS) if kind else ():  # the arguments of the other kind are there too, with their defaults
         value = args.get(flag.argument)

@@ -157,7 +157,7 @@ def fp8_sources(counts: Mapping[StateOrigin, Mapping[Role, int]]) -> str:
 
 
 def warnings(step: StepMetrics) -> list[str]:
-    """Warnings of a step: that it was skipped, and that the guard found FP8 too far from BF16."""
+    """Warnings of a step: that it was skipped, and that the guard found it too far from BF16."""
     lines = []
     if step.skipped:
         running = f", {step.skipped} running" if step.skipped > 1 else ""
@@ -170,7 +170,7 @@ def warnings(step: StepMetrics) -> list[str]:
 
 
 def _guard_warning(shadow: Shadow) -> str:
-    gaps = f"FP8's loss {shadow.loss:.4f} is {percent(shadow.gap)} from BF16's"
+    gaps = f"its loss {shadow.loss:.4f} is {percent(shadow.gap)} from BF16's"
     if shadow.held_out_gap is not None:
         gaps += f", {percent(shadow.held_out_gap)} on held-out data"
     lowest = min(shadow.modules, key=lambda name: shadow.modules[name].cosine)

@@ -75,7 +75,7 @@ class Guard:
         """Decide whether the update after `step` computes in FP8. Raises PrecisionError if the run must stop."""
         if self.stops:
             raise PrecisionError(
-                f"the guard stopped the run after step {step}: FP8's loss was {_percents(self.gaps)} from BF16's, "
+                f"the guard stopped the run after step {step}: its loss was {_percents(self.gaps)} from BF16's, "
                 f"where {_percents([self.settings.act_at])} is the limit",
                 do="Its last step is saved, and shadow.jsonl says which modules' gradients differ. Keep those in BF16 "
                 "(precision.keep_bf16) or continue from there in BF16 with another --out; or continue with the same "

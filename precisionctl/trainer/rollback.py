@@ -38,7 +38,7 @@ class Rollback:
         """It in a sentence for the user."""
         loss = "is not a number" if self.loss is None else f"{self.loss:.4f} is {self.jump:.1%} above {self.before:.4f}"
         return (
-            f"guard: at step {self.step} the loss {loss}, the bound after the switch to FP8 at step "
+            f"guard: at step {self.step} the loss {loss}, the bound after the switch from BF16 at step "
             f"{self.switched} is {self.bound:.1%}: back to step {self.back_to}, and on in BF16"
         )
 
@@ -53,7 +53,7 @@ def read_rollback(folder: Path) -> Rollback | None:
     file = folder / ROLLBACK_FILE
     if not file.is_file():
         return None
-    with damage("not what a guard writes", file, "Remove it: the run then goes on in FP8."):
+    with damage("not what a guard writes", file, "Remove it: the run then does not stay in BF16."):
         found = Rollback(**json.loads(file.read_bytes()))
         numbers = [found.before, found.bound, found.jump, found.step, found.switched, found.back_to]
         if not all(isinstance(number, int | float) for number in numbers):

@@ -27,9 +27,11 @@ def choose_backend(
     if problem and asked == "auto":
         return "emulated"
     if problem:
+        codes = precision.codes
         raise EnvironmentProblem(
-            f"Transformer Engine cannot run FP8 here: {problem.rstrip('.')}",
-            do="Use `--backend emulated`, or a machine with an FP8 GPU and `precisionctl[te]` installed.",
+            f"Transformer Engine cannot run {codes} here: {problem.rstrip('.')}",
+            do=f"Use `--backend emulated`, or a machine with a GPU that computes in {codes} and `precisionctl[te]` "
+            "installed.",
         )
     if precision.fp8 and (problem := _te_recipe_problem(precision)):
         raise EnvironmentProblem(

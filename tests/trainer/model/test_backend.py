@@ -25,8 +25,10 @@ def test_without_a_gpu_auto_is_the_emulation() -> None:
 
 @no_gpu
 def test_asking_for_te_without_a_gpu_says_why_not_and_what_to_do() -> None:
-    with pytest.raises(EnvironmentProblem, match="no CUDA device.*--backend emulated"):
-        choose_backend("te")
+    for precision, codes in ((PRESETS["fp8-delayed"], "FP8"), (PRESETS["nvfp4"], "NVFP4")):
+        said = f"cannot run {codes} here: no CUDA device.*--backend emulated.* a GPU that computes in {codes} and"
+        with pytest.raises(EnvironmentProblem, match=said):
+            choose_backend("te", precision)
 
 
 def test_asking_for_the_emulation_gives_it_anywhere() -> None:

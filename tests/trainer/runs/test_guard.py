@@ -154,7 +154,7 @@ def test_gradients_that_are_zero_or_not_there_have_a_likeness_too() -> None:
 def test_bad_fp8_is_warned_of_and_stops_the_run_for_good(place: Path, tmp_path: Path) -> None:
     out, said = tmp_path / "run", list[str]()
     made = watched(place, out, train__save_every=100, train__steps=8, **COARSE)
-    with pytest.raises(PrecisionError, match="the guard stopped the run after step 3: FP8's loss was"):
+    with pytest.raises(PrecisionError, match="the guard stopped the run after step 3: its loss was"):
         resume(made, lambda started: None, lambda step: said.extend(warnings(step)))
     found = looks(out)
     assert [(look["step"], look["decision"], look["beyond"]) for look in found] == [
@@ -163,7 +163,7 @@ def test_bad_fp8_is_warned_of_and_stops_the_run_for_good(place: Path, tmp_path: 
         (3, "stop", 3),
     ]
     assert min(abs(look["gap"]) for look in found) > 0.01
-    assert len(said) == 3 and said[2].startswith("Guard, step 3: FP8's loss") and said[2].endswith("the run stops")
+    assert len(said) == 3 and said[2].startswith("Guard, step 3: its loss") and said[2].endswith("the run stops")
     assert [path.name for path in out.glob("iter_*")] == ["iter_0000003"]
     with pytest.raises(PrecisionError, match="the guard stopped the run after step 3"):
         run(made)
@@ -372,7 +372,7 @@ def test_a_jump_after_the_switch_takes_the_run_back_once_and_on_in_bf16(place: P
     assert (
         began[1]
         .notes[0]
-        .endswith("the bound after the switch to FP8 at step 4 is 10.0%: back to step 3, and on in BF16")
+        .endswith("the bound after the switch from BF16 at step 4 is 10.0%: back to step 3, and on in BF16")
     )
     plain = {key: value for key, value in WORTHLESS.items() if not key.startswith(("guard", "precision"))}
     _, _, expected = run(settings(place / "trained", place / "text.txt", tmp_path / "bf16", "bf16", **plain))
@@ -462,7 +462,7 @@ def test_a_damaged_note_of_going_back_is_one_clear_error(place: Path, tmp_path: 
     run(made)
     for text in ("[]", "{", '{"step": 1}', "{}"):
         (tmp_path / "run/rollback.json").write_text(text)
-        with pytest.raises(DamagedCheckpoint, match=r"not what a guard writes.*goes on in FP8"):
+        with pytest.raises(DamagedCheckpoint, match=r"not what a guard writes.*does not stay in BF16"):
             run(made)
 
 

@@ -11,7 +11,7 @@ import pytest
 from precisionctl.cli import main
 from precisionctl.errors import RecipeError
 from precisionctl.fp8.state import DelayedScaling
-from precisionctl.megatron_flags import FIRST_LAST, FLAGS, as_overrides
+from precisionctl.megatron_flags import FIRST_LAST, FLAGS, as_overrides, keys_of
 from precisionctl.precision import PRESETS, BlockScaling, Precision
 from precisionctl.recipe import load_recipe
 from precisionctl.trainer import resume as trainer
@@ -116,6 +116,14 @@ def test_what_flags_make_of_a_recipe(given: dict[str, object], first_last: bool,
 def test_a_number_of_layers_without_the_switch_is_refused() -> None:
     with pytest.raises(RecipeError, match="--num-layers-at-end-in-bf16 has no effect without --first-last-layers-bf16"):
         as_overrides({"--num-layers-at-end-in-bf16": 2}, first_last=False)
+
+
+def test_fp8_and_fp4_at_once_are_refused_as_by_megatron() -> None:
+    refused = r"if self\.fp4 and self\.fp8:\s+raise ValueError\("
+    assert re.search(refused, source("core/transformer/transformer_config.py"))
+    with pytest.raises(RecipeError, match="--fp8-format and --fp4-format exclude each other"):
+        as_overrides({"--fp8-format": "e4m3", "--fp4-format": "e2m1"}, first_last=False)
+    assert not keys_of({"fp8": "e4m3", "fp4": "e2m1", "fp8_recipe": "delayed", "fp4_recipe": "nvfp4"})
 
 
 def test_resume_takes_them_under_set_and_its_help_stays_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
