@@ -1,7 +1,7 @@
 """Megatron-LM: flags of `pretrain_gpt.py`, under the names that versions from 0.14 on have in common (arguments.py)."""
 
 import shlex
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from precisionctl.architectures.megatron.expert_args import CAPACITY
@@ -101,7 +101,7 @@ def launch(source: LaunchSource) -> Launch:
     notes += source.fp8_notes(source.gemms)
     if source.recipe and source.recipe.optimizer.preset == "fp8-lm":
         notes.append("masters and moments are kept as fp8-lm keeps them; gradients are BF16, and go between ranks so")
-    notes += [f"{flag} {said}" for flag, said in _MUON_CHANGED.items() if flag in {option[0] for option in muon}]
+    notes += _muon_notes(muon)
     if source.state:
         notes.append(
             "to go on in BF16, leave the --fp8 flags out, and convert with --precision bf16 so that no pickle is met"
@@ -233,12 +233,25 @@ def _muon_options(source: LaunchSource) -> list[Option]:
     return options
 
 
+def _muon_notes(options: Sequence[Option]) -> list[str]:
+    """What not all versions take of Muon's flags."""
+    given = {option[0]: option[-1] for option in options}
+    notes = [f"{flag} {said}" for flag, said in _MUON_CHANGED.items() if flag in given]
+    steps = given.get(_STEPS, "")
+    if "--muon-coefficient-type" not in given and steps.isdecimal() and int(steps) % 5:  # muon_utils.py: newton_schulz
+        notes.append(
+            f"{_STEPS} {steps} is no multiple of 5, as many sets of coefficients as Muon takes in turn: "
+            "emerging_optimizers 0.1.0 refuses it at the first update, 0.4.0 takes it"
+        )
+    return notes
+
+
 _MUON_WORDS = {
     "muon_scale_mode": ("spectral", "unit_rms_norm", "shape_scaling"),
     "muon_coefficient_type": ("simple",),  # the other one is every version's default
     "muon_tp_mode": ("blockwise", "duplicated", "distributed"),
 }
-_NESTEROV = "--muon-use-nesterov"
+_NESTEROV, _STEPS = "--muon-use-nesterov", "--muon-num-ns-steps"
 _MUON_CHANGED = {
     _NESTEROV: "is --muon-nesterov from core 0.18 on",
     "--muon-coefficient-type": "is there from core 0.17 on: before, Megatron has other coefficients",

@@ -480,6 +480,20 @@ def test_a_run_by_muon_brings_megatrons(place: Path, tmp_path: Path) -> None:
         assert any("--muon-coefficient-type is there from core 0.17" in note for note in found.notes)
 
 
+@pytest.mark.parametrize("steps", [5, 7, 10])
+@pytest.mark.parametrize("kind", ["quintic", "simple"])
+def test_steps_of_muon_that_an_older_package_refuses_are_said(
+    place: Path, monkeypatch: pytest.MonkeyPatch, steps: int, kind: str
+) -> None:
+    """emerging_optimizers 0.1.0, muon_utils.py: newton_schulz raises unless all of its sets are taken equally often."""
+    said = {"optimizer": "muon", "muon_num_ns_steps": steps, "muon_coefficient_type": kind}
+    monkeypatch.setattr(TorchDistReader, "args", {**TorchDistReader(place / "bf16").args, **said})
+    monkeypatch.setattr(TorchDistReader, "optimizer_specs", property(lambda _: {"optimizer.state.exp_avg.x": None}))
+    found = FRAMEWORKS["megatron-lm"](LaunchSource(open_checkpoint(place / "bf16"), place / "bf16"))
+    refused = [note for note in found.notes if "--muon-num-ns-steps 7 is no multiple of 5" in note]
+    assert bool(refused) == (steps == 7 and kind == "quintic")
+
+
 def test_a_checkpoint_without_extra_state_is_loaded_less_strictly(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("bf16", "fp8"):  # in BF16 it is empty, and there
         found = launch(place / name, "megatron-lm")
