@@ -58,7 +58,7 @@ def has_nan(values: Tensor) -> bool:
 
 
 def are_finite(values: Tensor) -> bool:
-    """Whether all of the values, on a CPU, are finite; also false where their sum overflows."""
+    """Whether all of the values are finite; also false where their sum overflows."""
     return bool(values.sum().isfinite())  # as in `has_nan`, a sum is fastest
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Literal, TypeGuard
 
 import torch
+from torch import Tensor
 
 from precisionctl.checkpoints.base import Reader, WithOptimizer
 from precisionctl.checkpoints.megatron.carried_run import has_muon
@@ -20,10 +21,11 @@ from precisionctl.checkpoints.other_trainers.trainer_run import TrainedReader, T
 from precisionctl.checkpoints.run_reader import RunReader, of_run, run_of
 from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.codes.numerics import are_finite
 from precisionctl.commands.source_notes import reading_notes
 from precisionctl.conversion.convert import convert
 from precisionctl.dtypes import DType
-from precisionctl.errors import CheckpointError, MappingError, RecipeError, UnsafePickle, damage
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, MappingError, RecipeError, UnsafePickle, damage
 from precisionctl.param import KINDS, MOMENTUM, Kind, TensorSpec, kinds_of, state_name
 from precisionctl.planning import checks
 from precisionctl.planning.make_plan import make_plan
@@ -32,6 +34,7 @@ from precisionctl.recipe import Optimizer, Recipe
 from precisionctl.sizes import counted
 from precisionctl.trainer.data import Blend, Rows
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule, read_schedule
+from precisionctl.trainer.parallel.world import local
 from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved.other_settings import other_settings
 from precisionctl.trainer.saved.run_folder import saved_of
@@ -245,7 +248,8 @@ def _state_names(run: Run, *, muon: bool) -> Mapping[str, tuple[Kind, str]]:
 
 def load_optimizer(source: RunReader, run: Run, plan: Plan) -> None:
     """Load master weights, moments and the number of updates by `plan_optimizer`. Master weights that are not there
-    stay as `load_weights` left them. Raises DamagedCheckpoint for flat buckets that do not fit the weights."""
+    stay as `load_weights` left them. Raises DamagedCheckpoint for flat buckets that do not fit the weights, and for
+    moments and momentum that are not finite."""
     if isinstance(source, TorchDistReader) and source.in_buckets and run.world.first:
         with _how_to_continue():
             prove_masters(source)
@@ -259,8 +263,20 @@ def load_optimizer(source: RunReader, run: Run, plan: Plan) -> None:
             shards = {state_name(kind, name): shard for name, shard in run.model.shards.tensors.items()}
             live = LiveModel(run.model.model, named, shards=shards)
             convert(replace(plan, jobs=jobs), WithOptimizer(source), live)
+            if kind != "param":
+                _require_finite(named, source)
     run.optimizer.steps = trained_run(source, run.recipe.optimizer).updates
     run.optimizer.publish()
+
+
+def _require_finite(tensors: Mapping[str, Tensor], source: RunReader) -> None:
+    """Raise DamagedCheckpoint for an optimizer's tensor with NaN or infinity, of this rank's shards. No loss shows them
+    before they are in the weights: Muon makes a whole matrix NaN of one number, and AdamW that number, or never again
+    changes it. (NaN in the weights shows in the first loss.)"""
+    for name, tensor in tensors.items():
+        values = local(tensor)
+        if not (are_finite(values) or bool(values.isfinite().all())):  # the sum may overflow
+            raise DamagedCheckpoint(f"`{name}` has NaN or infinity", where=source.path, do=_WITHOUT)
 
 
 def trained_run(source: RunReader, optimizer: Optimizer) -> TrainerRun:

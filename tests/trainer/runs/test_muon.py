@@ -3,11 +3,13 @@
 import math
 import os
 import re
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pico
 import pytest
 import repository
@@ -23,14 +25,18 @@ from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
-from precisionctl.errors import CheckpointError, MissingTensor, RecipeError
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, MissingTensor, RecipeError
 from precisionctl.param import EMBEDDING, Parallelism
 from precisionctl.recipe import Optimizer, Recipe, load_recipe
+from precisionctl.trainer.data.rows import EqualRows, Rows
+from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.optimizer import muon
+from precisionctl.trainer.optimizer.adamw import MasterAdamW
 from precisionctl.trainer.optimizer.muon import MasterMuon, orthogonalized
 from precisionctl.trainer.parallel.shards import ModelShards
 from precisionctl.trainer.parallel.world import ALONE
 from precisionctl.trainer.resume import resume
+from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved import loading, other_settings
 
 GOLDEN = repository.GOLDEN / "muon.safetensors"
@@ -345,3 +351,35 @@ def test_momentum_of_other_parameters_is_refused(place: Path, tmp_path: Path, mo
         MissingTensor, match=r"(?s)momentum_buffer.*linear_proj.*exp_avg.*linear_proj.*--skip optimizer"
     ):
         run(train_on(place / "muon", place, tmp_path / "on", "muon", 6, "more.txt"))
+
+
+@pytest.mark.parametrize(
+    ("preset", "kind", "wrong"),
+    [("muon", "momentum_buffer", math.nan), ("muon", "exp_avg_sq", math.inf), ("adamw", "exp_avg", -math.inf)],
+)
+def test_moments_and_momentum_that_are_not_finite_are_refused_by_name(
+    place: Path, tmp_path: Path, preset: str, kind: str, wrong: float
+) -> None:
+    """Large ones, whose sum overflows, are finite."""
+    shutil.copytree(place / preset, tmp_path / "run")
+    source, recipe = TorchDistReader(tmp_path / "run"), load_recipe("bf16", [f"optimizer.preset={preset}"])
+    name = f"optimizer.state.{kind}.decoder.layers.1.mlp.linear_fc1.weight"
+    name = name if name in source.optimizer_specs else f"optimizer.state.{kind}.{EMBEDDING}"
+    gpt = GPT(source.model, recipe.precision)
+    optimizer = (
+        MasterMuon(gpt, source.model, recipe.optimizer) if preset == "muon" else MasterAdamW(gpt, recipe.optimizer)
+    )
+    rows = Rows(np.zeros(2, np.int32), None, EqualRows(1, 1), padding=0, largest=0, digest="")
+    made = Run(recipe, gpt, optimizer, rows)
+
+    def load(*numbers: float) -> None:
+        (chunk, *_) = WithOptimizer(source).chunks(name)
+        assert isinstance(chunk.place, Path)
+        with open(chunk.place, "r+b") as file:
+            file.seek(chunk.offset)
+            file.write(np.array(numbers, np.float32).tobytes())
+        loading.load_optimizer(source, made, loading.plan_optimizer(source, made))
+
+    load(3e38, 3e38)
+    with pytest.raises(DamagedCheckpoint, match=rf"`{re.escape(name)}` has NaN or infinity.*--skip optimizer"):
+        load(3e38, wrong)
