@@ -54,10 +54,10 @@ def optimizer_jobs(jobs: Sequence[Job], source: OptimizerSource, target: Layout,
     every = [_ParameterState(job, [stored.get(name, []) for name in job.reads], in_hf) for job in jobs]
     states = [state for state in every if any(state.stored) or not state.job.name.endswith(NOT_TRAINED)]
 
-    if in_hf and target == "megatron" and any(MOMENTUM in kinds for kinds in stored.values()):
-        _check_muon(states)
     _check_known(stored, jobs)
     _check_whole(states)
+    if in_hf and target == "megatron" and any(MOMENTUM in kinds for kinds in stored.values()):
+        _check_muon(states)
 
     made = [(kind, _job(state, kind, target)) for state in states for kind in state.kinds]
     # Masters without a place are left out: the model's own job checks that such a weight is zero
@@ -109,10 +109,11 @@ class _ParameterState:
 
 def _check_muon(states: Iterable[_ParameterState]) -> None:
     """Raise MappingError unless Muon trained what Megatron's takes."""
-    for job, by_muon in ((state.job, state.by_muon) for state in states):
+    for job, by_muon, stored in ((state.job, state.by_muon, any(state.stored)) for state in states):
         if by_muon != muon_takes(job.name, len(job.row.sizes)):
-            who, does = ("Muon", "does not take it") if by_muon else ("AdamW", "takes it")
-            what = f"`{job.reads[0]}` was trained by {who}, and Megatron's Muon {does}: it takes all matrices but "
+            was = f"was trained by {'Muon' if by_muon else 'AdamW'}" if stored else "has no optimizer state"
+            does = "does not take it" if by_muon else "takes it"
+            what = f"`{job.reads[0]}` {was}, and Megatron's Muon {does}: it takes all matrices but "
             raise MappingError(f"{what}embeddings and output layer", do=DROP_OPTIMIZER)
 
 
@@ -131,7 +132,7 @@ def _check_whole(states: Iterable[_ParameterState]) -> None:
     if untrained:
         raise MissingTensor(
             f"the optimizer has no state of {counted(len(untrained), 'parameter')}, such as `{untrained[0][:90]}`: "
-            "frozen, or trained by another optimizer than Adam",
+            "frozen, or trained by another optimizer than Adam and Muon",
             do="It is carried for all parameters or for none: Megatron looks for the state of each that it trains, and "
             f"`resume` trains all. {DROP_OPTIMIZER}",
         )

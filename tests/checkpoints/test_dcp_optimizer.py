@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import conversions
@@ -27,6 +28,7 @@ from precisionctl.checkpoints.dcp.dcp_model import DcpModelReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.other_trainers.trainer_run import ParameterGroup, muon_settings
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.dtypes import DType
 from precisionctl.errors import (
     CheckpointError,
     DamagedCheckpoint,
@@ -35,7 +37,9 @@ from precisionctl.errors import (
     PrecisionctlError,
     ShapeMismatch,
 )
-from precisionctl.param import STATE, Parallelism
+from precisionctl.param import STATE, Parallelism, TensorSpec, kinds_of, state_name
+from precisionctl.planning.make_plan import make_plan
+from precisionctl.planning.optimizer_jobs import optimizer_jobs
 from precisionctl.recipe import load_recipe
 from precisionctl.reports import inspect
 from precisionctl.trainer.data.rows import EqualRows, Rows
@@ -450,11 +454,15 @@ def test_megatron_core_and_resume_hold_the_optimizer_that_came_from_pytorch(tmp_
         assert all(torch.equal(tensor, expected[f"optimizer.state.{kind}.{name}"]) for name, tensor in tensors.items())
 
 
-def by_muon(tmp_path: Path, *others: str) -> tuple[Any, torch.optim.Muon, Path]:
-    """A model after an update by torch's Muon, of the layers' matrices but for `others`, and AdamW."""
+def by_muon(tmp_path: Path, *others: str, frozen: tuple[str, ...] = ()) -> tuple[Any, torch.optim.Muon, Path]:
+    """A model after an update by torch's Muon, of the layers' matrices but for `others`, and AdamW; neither has what is
+    `frozen`."""
     model = pico.make("llama-3")
     parts: list[list[torch.nn.Parameter]] = [[], []]
     for name, parameter in model.named_parameters():
+        if name.endswith(frozen):
+            parameter.requires_grad_(False)
+            continue
         parts[".layers." in name and parameter.dim() > 1 and not name.endswith(others)].append(parameter)
     muon = torch.optim.Muon(parts[True], lr=0.02, momentum=0.9)
     optimizers = [torch.optim.AdamW(parts[False], lr=1e-3), muon]
@@ -544,6 +552,26 @@ def test_momentum_that_megatrons_muon_would_not_go_on_from_is_refused_with_the_r
     path = config_of(model, save(tmp_path / "sgd", states(model, optimizer)))  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match=r"of another optimizer than torch's Muon.*--drop-optimizer"):
         conversions.run(path, tmp_path / "out", "megatron")
+
+
+@pytest.mark.parametrize("frozen", ["o_proj.weight", "k_proj.weight"])
+def test_a_matrix_without_state_beside_muon_is_said_to_have_none(tmp_path: Path, frozen: str) -> None:
+    """Alone, and beside others in Megatron's `linear_qkv`."""
+    _, _, path = by_muon(tmp_path, frozen=(frozen,))
+    what = rf"no state of 2 parameters, such as `model.layers.0.self_attn.{frozen}`: frozen, or .*--drop-optimizer"
+    with pytest.raises(MissingTensor, match=what):
+        conversions.run(path, tmp_path / "out", "megatron")
+
+
+def test_an_indexer_without_state_beside_muon_is_not_said_to_be_adamws(tmp_path: Path) -> None:
+    """No gradient comes to it in transformers. With AdamW it begins with zeros; of Muon a momentum is missing."""
+    pico.save(tmp_path / "source", "deepseek-v3.2")
+    jobs = make_plan(open_checkpoint(tmp_path / "source"), "megatron").jobs
+    trained = [job for job in jobs if job.row.layers != "indexed"]
+    kinds = {name: kinds_of(job.name, len(job.row.sizes), muon=True)[1:] for job in trained for name in job.reads}
+    specs = {state_name(kind, name): TensorSpec((1,), DType.float32) for name, each in kinds.items() for kind in each}
+    with pytest.raises(MappingError, match=r"indexer\..*` has no optimizer state, and Megatron's Muon takes it"):
+        optimizer_jobs(jobs, SimpleNamespace(layout="hf", optimizer_specs=specs), "megatron", masters=True)
 
 
 def test_an_optimizer_under_numbers_is_that_of_the_parameters_in_their_order(tmp_path: Path) -> None:
