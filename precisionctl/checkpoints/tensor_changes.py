@@ -32,10 +32,12 @@ _MOST_ROWS = 1 << 24
 class TensorChange(Protocol):
     """What becomes of a Hugging Face tensor in another format, of which it is one or several parts, and back. One that
     `moves_rows` only puts rows (dimension 0) into another order, or into several tensors: it takes arrays of row
-    numbers too. Others compute, in FP32."""
+    numbers too. One that `computes` does so in FP32; all others keep each value."""
 
     @property
     def moves_rows(self) -> bool: ...
+    @property
+    def computes(self) -> bool: ...
     def to_parts(self, values: Any, model: ModelShape) -> tuple[Any, ...]: ...
     def to_hf(self, parts: Sequence[Any], model: ModelShape) -> Any: ...
     def part_shapes(self, shape: Shape, model: ModelShape) -> tuple[Shape, ...]: ...
@@ -52,6 +54,7 @@ class RowMove:
     """The base of those that only move rows."""
 
     moves_rows: ClassVar[bool] = True
+    computes: ClassVar[bool] = False
 
     def alone(self, model: ModelShape) -> int:
         return 1
@@ -74,9 +77,10 @@ class RowMove:
 
 
 class ValueChange:
-    """The base of those that compute; most do so with small tensors, and keep their shape."""
+    """The base of those that move single values, or compute; most do so with small tensors, and keep their shape."""
 
     moves_rows: ClassVar[bool] = False
+    computes: ClassVar[bool] = False
 
     def alone(self, model: ModelShape) -> int:
         return 1
@@ -195,6 +199,8 @@ class GateUpInTurns(RowMove):
 class PlusOne(ValueChange):
     """A norm's weight, of which the part is 1 more."""
 
+    computes: ClassVar[bool] = True
+
     def to_parts(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
         return (values.float() + 1,)
 
@@ -206,6 +212,8 @@ class PlusOne(ValueChange):
 class Decay(ValueChange):
     """A state's decay: in GGUF the number that multiplies the step, below zero but where a bound is (`sign`), in
     Hugging Face the logarithm of its amount (`A_log`)."""
+
+    computes: ClassVar[bool] = True
 
     sign: int = -1
 
@@ -308,6 +316,8 @@ class LatentKeysValues(ValueChange):
 @dataclass(frozen=True)
 class Both(ValueChange):
     """One change of small tensors, then another one."""
+
+    computes: ClassVar[bool] = True
 
     first: TensorChange
     second: TensorChange

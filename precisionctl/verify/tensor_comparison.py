@@ -24,7 +24,7 @@ Status = Literal["exact", "rounded", "encoded", "lost", "differs", "shape", "onl
 
 @dataclass(frozen=True)
 class TensorComparison:
-    """One tensor. `rounded`: one side is exactly the other rounded to BF16, as mlx-lm's norms plus one are, too.
+    """One tensor. `rounded`: one side is exactly the other rounded to its dtype, as mlx-lm's norms plus one are, too.
     `encoded`: one side is exactly the encoding of the other, under the scale stored with it, or as ggml or MLX encodes
     it. `lost`: it is that encoding, but its scales make no sense, so it does not represent the values
     (`verify/losses.py`).
@@ -164,10 +164,11 @@ def _verdict(a: StoredRows, b: StoredRows) -> Status:
 
 
 def _is_rounding(stored: Tensor, of: Tensor) -> bool:
-    """Whether `stored`, in BF16, or beside FP64 in FP32, is exactly `of` rounded, and no value became infinite by
+    """Whether `stored`, in BF16, FP16, or beside FP64 in FP32, is exactly `of` rounded, and no value became infinite by
     rounding."""
+    in_half = stored.dtype in (torch.bfloat16, torch.float16)
     return (
-        (stored.dtype == torch.bfloat16 or (stored.dtype, of.dtype) == (torch.float32, torch.float64))
+        (in_half or (stored.dtype, of.dtype) == (torch.float32, torch.float64))
         and of.is_floating_point()
         and torch.equal(stored.isfinite(), of.isfinite())
         and differing(stored.float(), of.to(stored.dtype).float()) == 0

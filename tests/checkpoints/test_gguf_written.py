@@ -21,7 +21,7 @@ import torch
 from gguf_files import export, source, stored_tensors
 from gguf_tokenizers import SIZE
 from prediction_layer import add_mtp
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from target_checks import check_directory
 
 from precisionctl.architectures.families import from_hf_config
@@ -97,6 +97,25 @@ def test_a_part_whose_rows_are_no_whole_blocks_is_fp16_beside_codes_of_the_other
         found = compare(open_checkpoint(tmp_path / "changed.gguf", None, hints), before)
         (tensor,) = (each for each in found.tensors if each.name == name)
         assert (tensor.status, tensor.dtypes) == (status, f"float16 and {parts[1].format.name} / bfloat16")
+
+
+@pytest.mark.parametrize(("family", "scheme"), [("deepseek-v3", "q8_0"), ("gpt2", "f16")])
+def test_a_matrix_in_fp16_is_the_rounding_of_its_source_also_where_it_is_transposed(
+    tmp_path: Path, family: str, scheme: Any
+) -> None:
+    name = {"deepseek-v3": "model.layers.0.self_attn.kv_b_proj.weight", "gpt2": "transformer.h.0.mlp.c_fc.weight"}[
+        family
+    ]
+    published = source(tmp_path / "hf", family, **gguf_files.WRITTEN[family])
+    tensors = load_file(published / "model.safetensors")
+    name = name if name in tensors else name.removeprefix("transformer.")
+    tensors[name][:, 0] = 2.0**-24 * 1.5  # halfway between two numbers of FP16
+    save_file(tensors, published / "model.safetensors", {"format": "pt"})
+    file = export(published, tmp_path / "out", scheme)
+    found = compare(open_checkpoint(file, None, Hints(reference=published)), open_checkpoint(published))
+    assert found.equal and {each.status for each in found.tensors} <= {"exact", "rounded", "encoded"}
+    (tensor,) = (each for each in found.tensors if each.name == name)
+    assert (tensor.status, tensor.dtypes) == ("rounded", "float16 / bfloat16")
 
 
 WITH_MTP = ("glm4-moe", "hy-v3", "qwen3-next", "deepseek-v3", "ling-2", "ling-3", "step3p5")

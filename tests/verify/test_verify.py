@@ -115,6 +115,24 @@ def test_a_wider_dtype_with_the_same_values_is_exact(source):
     assert found.status == "exact"
 
 
+def test_values_rounded_to_fp16_are_the_same_unless_one_is_rounded_otherwise_or_to_infinity(source):
+    values = read_tensor(source, DOWN).bfloat16()
+    values[0, :2] = torch.tensor([2.0**-24 * 1.5, 2.0**-26])  # FP16's smallest numbers are 2^-24 apart
+    half = values.half()
+    assert half[0, :2].tolist() == [2.0**-23, 0.0]
+    off, infinite = half.clone(), values.clone()
+    off[0, 0] = 2.0**-24
+    infinite[0, 0] = 2.0**17
+    for one, other, status in (
+        (values, half, "rounded"),
+        (values, off, "differs"),
+        (infinite, infinite.half(), "differs"),
+    ):
+        for a, b in ((one, other), (other, one)):
+            found = of(compare(changed(source, DOWN, a), changed(source, DOWN, b)), DOWN)
+            assert found.status == status and found.equal == (status == "rounded")
+
+
 def test_values_rounded_to_bf16_are_the_same_unless_one_is_rounded_otherwise_or_to_infinity(source):
     exact = read_tensor(source, DOWN).float() * (1 + 2**-10)
     exact[0, 0] = 3.4e38  # beyond BF16's largest number

@@ -102,7 +102,7 @@ class ChangedTensor:
     def spec(self) -> TensorSpec:
         shape = self.change.hf_shape([part.shape for part in self.parts], self.model)
         dtypes = [part.dtype for part in self.parts]
-        as_stored = self.change.moves_rows and self.factors is None
+        as_stored = not self.change.computes and self.factors is None
         return shared_spec(shape, reduce(DType.promoted, dtypes) if as_stored else DType.float32)
 
     @cached_property

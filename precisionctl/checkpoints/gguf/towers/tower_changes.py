@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from precisionctl.architectures.rearrangements import Movable, concatenated, cut_into
 from precisionctl.checkpoints.tensor_changes import RowMove, Shape, ValueChange, no_parts
@@ -115,6 +115,8 @@ class Number(ValueChange):
 
 class Softplus(ValueChange):
     """Factors that are computed by softplus, which llama.cpp's are the result of."""
+
+    computes: ClassVar[bool] = True
 
     def to_parts(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
         return (torch.nn.functional.softplus(values.float()),)
