@@ -203,6 +203,7 @@ HOSTILE: Hostile = {
         "not say which",
     ),
     "no groups": (without("group_num"), DamagedCheckpoint, "makes no sense: KeyError"),
+    "many groups": (of_module_says(group_num=257), PrecisionError, "257 groups of inputs, which are not read"),
     "groups of nothing": (of_module_says(group_size=0), DamagedCheckpoint, "makes no sense: .* groups of 0"),
     "groups of a name": (of_module_says(group_size="60"), DamagedCheckpoint, "makes no sense"),
     "huge groups": (of_module_says(group_size=1 << 60), DamagedCheckpoint, "indices is int32 of shape"),

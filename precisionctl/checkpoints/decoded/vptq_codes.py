@@ -31,6 +31,8 @@ _KINDS = ("indices", "centroids.weight", "res_centroids.weight", "outlier_indice
 _OF_INPUTS = ("weight_scale", "weight_bias")
 _MOST_NUMBERS = 1 << 24
 """Numbers of a codebook, which is in memory while a weight is read. Published ones have 2^20."""
+_MOST_GROUPS = 256
+"""Groups of a weight, of which each takes a step of its own for the same rows. Published weights have one."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,8 @@ class VptqCodes(DecodedWeights):
         powers = [count, residuals] if residuals else [count]
         if any(number < 2 or number & number - 1 for number in powers) or residuals > count or count > 1 << 16:
             raise self._unread(f"{module} has codebooks of {shown(powers)} vectors, which are not read")
+        if groups > _MOST_GROUPS:
+            raise self._unread(f"{module} has {groups:,} groups of inputs, which are not read")
         if min(length, groups, inputs) < 1:
             raise ValueError(f"vectors of {length}, {groups} groups of {inputs}")
         out = said.get("out_features", -1)
