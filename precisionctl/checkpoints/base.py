@@ -116,6 +116,10 @@ class OfCasts(Protocol):
         """How the codes are made that a tensor is decoded from; None where it is values, or that is not known here."""
         ...
 
+    def decoded_from(self, name: str) -> str:
+        """What a tensor is decoded from, in words; empty where it is values, or only its dtype is known."""
+        ...
+
 
 @runtime_checkable
 class OfFormerCodes(Protocol):

@@ -163,6 +163,10 @@ class HuggingFaceTensors:
     def cast(self, name: str) -> Cast | None:
         return self.decoded.cast(name) if self.decoded and name in self.decoded.specs else None
 
+    def decoded_from(self, name: str) -> str:
+        cast = self.cast(name)
+        return cast.in_words if cast else ""
+
     def chunks(self, name: str) -> Sequence[Chunk]:
         if self.decoded and name in self.decoded.specs:
             return self.decoded.chunks(name)

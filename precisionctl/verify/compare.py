@@ -1,7 +1,7 @@
 """Two checkpoints compared in any two formats. They meet under their Hugging Face names, where the padding of a
 vocabulary is no difference."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -87,7 +87,8 @@ def compare(
     codes = compare_codes(left.tensors, right.tensors, (left.former, right.former), workers) if fp8 else ()
     of_optimizers, also_not = compare_optimizer_settings(a, b) if optimizers else ([], [])
     derived = (*left.plan.derived, *right.plan.derived)
-    left_out = (*of_settings, *_left_out(a, b, towers, derived), *not_both, *also_not, *of_states)
+    unknown = _differing_in_ggufs_codes({"A": left, "B": right}, tensors)
+    left_out = (*of_settings, *unknown, *_left_out(a, b, towers, derived), *not_both, *also_not, *of_states)
     if fp8 and (decoded := codes_as_values(left.tensors, right.tensors)):
         left_out = (*left_out, NotCompared("codes", f"{counted(len(decoded), 'weight')}, such as {decoded[0]}"))
     settings = [*settings, *(towers.settings if towers else ())]
@@ -215,6 +216,18 @@ def _left_out(a: Reader, b: Reader, towers: TowersOfBoth | None, derived: Sequen
     if isinstance(a, GgufReader) and isinstance(b, GgufReader):
         keys = (key for key in (*a.metadata, *b.metadata) if not key.startswith("tokenizer."))
         yield from of_keys("metadata", (key for key in keys if a.metadata.get(key) != b.metadata.get(key)))
+
+
+def _differing_in_ggufs_codes(sides: Mapping[str, _Side], tensors: Sequence[TensorComparison]) -> list[NotCompared]:
+    """The types of GGUF's codes of tensors that differ."""
+    differing, found = [tensor.name for tensor in tensors if tensor.status == "differs"], list[str]()
+    for letter, side in sides.items():
+        if isinstance(side.reader, GgufReader):
+            there = {
+                word for name in differing if name in side.tensors.specs for word in side.tensors.dtype(name).split()
+            }
+            found += [f"{form} of {letter}" for form in side.reader.coded if form in there]
+    return of_keys("encodings of GGUF", found)
 
 
 def _has_run(reader: Reader) -> bool:

@@ -132,8 +132,9 @@ class HfTensors:
         return {name: read_tensor(self.reader, name) for name in self._extras}
 
     def stored_dtype(self, name: str) -> str:
-        """The dtype of a tensor of the checkpoint, by its own name there."""
-        return self.reader.specs[name].stored_dtype
+        """The dtype of a tensor of the checkpoint, by its own name there, or the codes that it is decoded from."""
+        codes = self.reader.decoded_from(name) if isinstance(self.reader, OfCasts) else ""
+        return codes or self.reader.specs[name].stored_dtype
 
     def block(self, name: str) -> tuple[int, int]:
         """How many rows and columns of a tensor of codes, or of ggml's or MLX's, share a scale: of those that are read
@@ -198,8 +199,6 @@ class HfTensors:
 
     def dtype(self, name: str) -> str:
         """What a tensor is stored in; `specs` has the dtype after decoding."""
-        if cast := self.cast(name):
-            return cast.in_words
         return " and ".join(dict.fromkeys(map(self.stored_dtype, self._reads(name)))) or "zeros"
 
     def nbytes(self, name: str) -> int:

@@ -26,6 +26,9 @@ LIST: Mapping[str, str] = {
     "former encoding": "how weights were coded before they became values, where only one side knows",
     "codes": "with --fp8: codes of weights that are stored transposed or joined otherwise, or in several formats: the "
     "values that they decode to are compared",
+    "encodings of GGUF": "codes of GGUF that differ: of types that are not made here, with an importance matrix, or "
+    "along another dimension than rows, codes of the other side's values are not known as such; the values that they "
+    "decode to are compared",
     "derived": "buffers that a model computes by itself: rotary frequencies, causal masks",
     "towers": "towers of a wrapper beside mlx-lm's text model, or a GGUF file where no `mmproj` in its folder has them "
     "as llama.cpp does; "
@@ -46,7 +49,7 @@ LIST: Mapping[str, str] = {
 }
 """Why something is left out, by topic."""
 
-OF_THE_MODEL = frozenset({"codes", "towers", "prediction", "fixed scales", "scales of values"})
+OF_THE_MODEL = frozenset({"codes", "encodings of GGUF", "towers", "prediction", "fixed scales", "scales of values"})
 """The topics under which numbers are left out that the model computes with. The others follow from the two formats, or
 are of what stands around a model."""
 

@@ -156,6 +156,22 @@ def test_verify_holds_codes_against_those_that_ggml_makes_of_the_values(
         (found,) = [tensor for tensor in comparison.tensors if tensor.status != "exact"]
         assert (found.name, found.status, comparison.equal) == (name, status, not changed)
         assert "Q8_0" in found.dtypes and found.sqnr_db is not None and found.sqnr_db > 40
+        told = [each.what for each in comparison.not_compared if each.topic == "encodings of GGUF"]
+        assert told == ([f"Q8_0 of {'A' if a is sides[0] else 'B'}"] if changed else [])
+
+
+def test_verify_names_the_types_of_codes_that_are_not_made_here(tmp_path: Path) -> None:
+    metadata, tensors = gguf_files.llama(tmp_path / "llama")
+    (number,) = (number for number, form in FORMATS.items() if form.name == "Q4_1")
+    for part in ("attn_q", "ffn_up"):
+        shape = tensors[f"blk.0.{part}.weight"][0]
+        tensors[f"blk.0.{part}.weight"] = shape, number, bytes(shape[0] * shape[1] // 32 * FORMATS[number].size)
+    (tmp_path / "llama.gguf").write_bytes(gguf_files.file(metadata, tensors))
+    found = compare(open_checkpoint(tmp_path / "llama"), open_checkpoint(tmp_path / "llama.gguf"))
+    differing = {tensor.name: (tensor.status, tensor.dtypes) for tensor in found.tensors if not tensor.equal}
+    names = (f"model.layers.0.{module}.weight" for module in ("self_attn.q_proj", "mlp.up_proj"))
+    assert differing == dict.fromkeys(names, ("differs", "bfloat16 / Q4_1"))
+    assert ("encodings of GGUF", "Q4_1 of B") in [(each.topic, each.what) for each in found.not_compared]
 
 
 def test_a_conversion_needs_no_reference_and_exports_are_those_of_the_values(tmp_path: Path) -> None:

@@ -113,6 +113,9 @@ class GgufReader:
     def cast(self, name: str) -> Cast | None:
         return self._made[name].cast
 
+    def decoded_from(self, name: str) -> str:
+        return self._made[name].decoded_from
+
     def _with_tokens(self, own: Companions) -> Companions:
         """Companions with a generation_config.json of the file's tokens, if it names any and they have none."""
         said = {f"{word}_token_id": self.metadata.get(f"tokenizer.ggml.{TOKEN_IDS[word]}") for word in _NAMED}

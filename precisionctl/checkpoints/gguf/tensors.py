@@ -124,6 +124,15 @@ class ChangedTensor:
             return casts[0]
         return CastOfParts(casts, self.change, self.model, self.spec.rows // self.change.alone(self.model))
 
+    @property
+    def decoded_from(self) -> str:
+        """The formats of its parts, in words; empty where all are values."""
+        if self.cast:
+            return self.cast.in_words
+        formats = [part.tensor.format for part in self.parts]
+        in_words = dict.fromkeys(form.dtype.value if form.dtype else form.name for form in formats)
+        return "" if all(form.dtype for form in formats) else " and ".join(in_words)
+
     def chunks(self) -> Sequence[Chunk]:
         if self.change is SAME and self.parts[0].tensor.format.dtype:
             return self.parts[0].chunks(self.parts[0].name)

@@ -66,6 +66,9 @@ class MmprojFile:
     def cast(self, name: str) -> Cast | None:
         return self._made[name].cast
 
+    def decoded_from(self, name: str) -> str:
+        return self._made[name].decoded_from
+
     def vector(self, name: str, size: int) -> Tensor | None:
         """The values of a tensor by its name in the file, FP32 `[size]`; None where it is not there, or of another
         shape."""
