@@ -150,7 +150,8 @@ class CodesInRows(Packing, Cast):
     @property
     @abstractmethod
     def largest(self) -> float:
-        """The largest number that has a code."""
+        """The largest number of which codes are made. Some formats have larger ones, of one sign or in other
+        company."""
 
     @abstractmethod
     def encode(self, values: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class BlocksInRows(Packing):
 @dataclass(frozen=True, kw_only=True)
 class GgmlBlocks(BlocksInRows, CodesInRows):
     """Blocks that are made of values: `encoded` makes bytes `[blocks, format.size]` of FP32 values
-    `[blocks, format.values]`. `most` is the code of the largest magnitude."""
+    `[blocks, format.values]`. `most` is how many times the largest FP16 scale a magnitude may be."""
 
     encoded: Callable[[Tensor], Tensor]
     most: int
@@ -135,8 +135,10 @@ ENCODED = {
     "Q5_K": (_INT5, q5_k, 48),
     "Q6_K": (_INT6, q6_k, 112 * 32),
 }
-"""Of each format that is made here: its element, what makes its blocks, and the code of the largest magnitude. Q5_1's
-minimum is FP16, too. Scales and minimums of K-quants, which are searched, need some room below 63 and 127."""
+"""Of each format that is made here: its element, what makes its blocks, and how many times the largest FP16 scale a
+magnitude may be, whatever else is in its block. Where a block has a minimum, it is that which numbers below 0 need:
+once in Q5_1, 63 times in Q4_K and Q5_K, which hold 63 * 15 and 63 * 31 times a scale above 0. Scales and minimums of
+K-quants are searched, and need some room below 63 and 127: ggml's can be infinite from 3.9e6 on."""
 
 
 def blocks_of(form: BlockFormat) -> GgmlBlocks:

@@ -165,7 +165,8 @@ class Encoder:
             raise PrecisionError(f"`{name}` holds a NaN, for which {packing.name} has no code", do=BROKEN_WEIGHTS)
         largest = float(numerics.amax(values))
         if self._refuses_infinity and largest > packing.largest:
-            what = f"`{name}` holds {largest:.3g}, beyond {packing.largest:.3g}, the largest number in {packing.name}"
+            limit = f"{packing.largest:.3g}, the largest number that is written in {packing.name}"
+            what = f"`{name}` holds {largest:.3g}, beyond {limit}"
             in_bf16 = largest <= torch.finfo(torch.bfloat16).max
             raise PrecisionError(what, do=_IN_BF16 if in_bf16 else BROKEN_WEIGHTS)
         made = self.buffers.to_write(DType.uint8, len(values), packing.row_bytes(values.shape[1]))
