@@ -131,7 +131,7 @@ def test_a_setting_means_what_it_means_to_transformers(said: dict[str, Any], tmp
         (DamagedCheckpoint, "256 keys in pools of 3", {"index_kpool": 3}),
         (DamagedCheckpoint, "kpool is 0", {"index_kpool": 0}),
         (DamagedCheckpoint, "hc_mult is 0", {"hc_mult": 0}),
-        (DamagedCheckpoint, "indexers are", {"indexer_types": 3}),
+        (DamagedCheckpoint, "indexer_types is 3, not a list", {"indexer_types": 3}),
         (DamagedCheckpoint, "indexer's layers has 2 entries", {"indexer_types": ["full"] * 2}),
     ],
     ids=str,

@@ -108,7 +108,7 @@ class BytesKept:
         codes = 0 if not fp8 else 1 if emulated or nvfp4 else 2
         grouped = 0.25 if recipe.precision.scaling in ("block", "mxfp8", "nvfp4") else 0.0  # scales
         norm = 2 if not emulated else 8 if model.normalization == "RMSNorm" and model.norm_weight else 4
-        working = 16 if emulated and nvfp4 else 12 if emulated and fp8 else 8  # random numbers of FP32 besides
+        working = 20 if emulated and nvfp4 else 12 if emulated and fp8 else 8  # numbers drawn, and what they round, too
         # The gradient in BF16, with two FP8 codes of each number of it, or with the gradient of half as many outputs
         kinds = (model, model.of_experts)
         fused = kernels and all(is_swiglu(each, layer) for each in kinds for layer in range(model.num_layers))
