@@ -8,7 +8,7 @@ its order, are Megatron's: megatron/core/optimizer/muon.py with emerging_optimiz
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import cycle, islice
 
 import torch
@@ -102,16 +102,17 @@ class MasterMuon(MasterAdamW):
         return {**super().tensors, MOMENTUM: self.momentum}
 
     def step(self, lr: float, skip: Tensor | None = None) -> None:
-        trained, at_once = [name for name in self.gradients if name in self.momentum], self._shards.world.sharing
+        gradients, at_once = self.gradients, self._shards.world.sharing
+        trained = [name for name in gradients if name in self.momentum]
         with torch.no_grad():
             for first in range(0, len(trained), at_once):
-                self._update(trained[first : first + at_once], lr, skip)
+                self._update({name: gradients[name] for name in trained[first : first + at_once]}, lr, skip)
         super().step(lr, skip)
 
-    def _update(self, names: Sequence[str], lr: float, skip: Tensor | None) -> None:
-        """Update some matrices: at most as many as there are ranks that share them."""
-        averages, mine, gradients = {}, {}, self.gradients
-        for number, name in enumerate(names):
+    def _update(self, gradients: Mapping[str, Tensor], lr: float, skip: Tensor | None) -> None:
+        """Update the matrices that these are the gradients of: at most as many as there are ranks that share them."""
+        averages, mine = {}, {}
+        for number, name in enumerate(gradients):
             parameter, beta = self.masters[name], self._settings.muon_momentum
             gradient = local(gradients[name])
             averages[name] = average = local(self.momentum[name]).lerp(gradient, 1 - beta)
@@ -120,7 +121,7 @@ class MasterMuon(MasterAdamW):
             if is_turn(number, parameter):
                 mine[name] = whole
         made = {name: self._orthogonalized(name, whole) for name, whole in mine.items()}
-        for number, name in enumerate(names):
+        for number, name in enumerate(gradients):
             parameter = self.masters[name]
             master, decay = local(parameter), self._settings.weight_decay if is_decayed(name, parameter) else 0.0
             update = self._shards.given_part(name, made.pop(name, None), parameter, number)

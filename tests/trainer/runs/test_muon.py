@@ -149,6 +149,15 @@ def test_matrices_are_muons_but_for_embedding_and_output_layer() -> None:
     assert {*optimizer.masters} == {*optimizer.momentum} | rest
 
 
+def test_a_step_collects_the_gradients_once_however_many_matrices_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each matrix would be quadratic in their number."""
+    of_all, reads = MasterMuon.gradients.fget, list[None]()  # type: ignore[attr-defined]
+    monkeypatch.setattr(MasterMuon, "gradients", property(lambda self: reads.append(None) or of_all(self)))
+    matrices = {f"linear{number}.weight": torch.ones(2, 2) for number in range(8)}
+    step(MasterMuon(as_module({EMBEDDING: torch.ones(3, 2), **matrices}), LLAMA, SETTINGS), matrices, 0.1)
+    assert len(reads) == 1
+
+
 def test_a_step_with_nan_is_skipped_in_every_tensor() -> None:
     made = module(linear__weight=torch.randn(4, 6))
     optimizer = MasterMuon(made, LLAMA, SETTINGS)
