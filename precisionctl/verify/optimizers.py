@@ -7,7 +7,7 @@ from typing import Any
 
 from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints.base import OfOptimizer, Reader, WithOptimizer
-from precisionctl.checkpoints.run_reader import of_run, trainer_run_of
+from precisionctl.checkpoints.run_reader import of_run, run_of
 from precisionctl.errors import CheckpointError, MappingError
 from precisionctl.param import STATE, TensorSpec, kind_and_parameter
 from precisionctl.planning.make_plan import make_plan
@@ -55,17 +55,18 @@ def both_optimizers(a: Reader, b: Reader) -> tuple[list[tuple[HfTensors, HfTenso
 
 
 def compare_optimizer_settings(a: Reader, b: Reader) -> tuple[list[str], list[NotCompared]]:
-    """A line for AdamW's count of updates and for each of its settings that both checkpoints say, if they say other
-    values, and for those of one side that cannot be read as AdamW's; or why they are not compared, if neither can."""
+    """A line for AdamW's count of updates and for each of its settings, and Muon's, that both checkpoints say, if they
+    say other values, and for those of one side that cannot be read; or why they are not compared, if neither can."""
     readable, unreadable = dict[str, Mapping[str, Any]](), dict[str, str]()
     for side, reader in (("A", a), ("B", b)):
         assert of_run(reader), "it has an optimizer"
         try:
-            run = trainer_run_of(reader)
+            run = run_of(reader)
         except CheckpointError as error:
             unreadable[side] = error.what
         else:
-            readable[side] = {"updates": run.updates, **run.settings}
+            of_muon = {f"Muon's {key}": value for key, value in run.muon.items()}
+            readable[side] = {"updates": run.updates, **run.settings, **of_muon}
     if not readable:
         return [], [NotCompared("run", f"settings of the optimizer: {unreadable['A']}")]
     if unreadable:

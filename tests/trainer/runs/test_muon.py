@@ -38,6 +38,7 @@ from precisionctl.trainer.parallel.world import ALONE
 from precisionctl.trainer.resume import resume
 from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved import loading, other_settings
+from precisionctl.verify.compare import compare
 
 GOLDEN = repository.GOLDEN / "muon.safetensors"
 SETTINGS = Optimizer(preset="muon", weight_decay=0.1, clip_norm=0.0)
@@ -271,6 +272,19 @@ def test_momentum_goes_to_megatron_and_back_into_a_run(place: Path, tmp_path: Pa
     for container in ("dcp", "deepspeed-universal"):
         with pytest.raises(CheckpointError, match=r"Muon.*goes to Megatron alone.*--drop-optimizer"):
             execute(plan_command(Request(place / "muon", tmp_path / container, "hf", container=container)))
+
+
+def test_settings_of_two_runs_by_muon_are_compared(place: Path, tmp_path: Path) -> None:
+    other = {"optimizer__weight_decay": 0.2, "optimizer__beta1": 0.5, "optimizer__muon_momentum": 0.95}
+    run(train_on(place / "source", place, tmp_path / "run", "muon", 1, **other))
+    found = compare(TorchDistReader(place / "muon"), TorchDistReader(tmp_path / "run"))
+    assert {line for line in found.optimizer if not line.startswith(("lr ", "initial_lr "))} == {
+        "updates is 4 in A, 1 in B",
+        "weight_decay is 0.1 in A, 0.2 in B",
+        "betas is (0.9, 0.95) in A, (0.5, 0.95) in B",
+        "Muon's momentum is 0.9 in A, 0.95 in B",
+    }
+    assert not any("Muon" in each.what for each in found.not_compared)
 
 
 def settings_said(source: Path, recipe: Recipe) -> str:
