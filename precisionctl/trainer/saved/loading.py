@@ -286,7 +286,8 @@ def trained_run(source: RunReader, optimizer: Optimizer) -> TrainerRun:
         run, by_muon = run_of(source), has_muon(source)
     if by_muon and not optimizer.by_muon:
         what = f"Muon trained the matrices, which have no moments for optimizer.preset = {optimizer.preset}"
-        raise CheckpointError(what, where=source.path, do=f"Give --set optimizer.preset=muon. {_WITHOUT}")
+        way = "Give --set optimizer.preset=muon with --engine bundled, or --skip optimizer, or --load weights."
+        raise CheckpointError(what, where=source.path, do=way)
     return run
 
 

@@ -353,7 +353,8 @@ def test_what_adamw_trained_goes_on_with_momentum_of_zeros_and_what_it_has_besid
 @pytest.mark.parametrize("preset", ["adamw", *in_soak("fp8-lm")])
 def test_what_muon_trained_has_no_moments_for_adamw(place: Path, tmp_path: Path, preset: str) -> None:
     made = settings(place / "muon", place / "more.txt", tmp_path / "on", train__steps=6, optimizer__preset=preset)
-    with pytest.raises(CheckpointError, match=rf"no moments for optimizer\.preset = {preset}.*preset=muon.*--skip opt"):
+    way = r"preset=muon with --engine bundled, or --skip optimizer"  # Megatron-Core's run raises this too
+    with pytest.raises(CheckpointError, match=rf"no moments for optimizer\.preset = {preset}.*{way}"):
         run(made)
     started, _, _ = run(replace(made, skip=frozenset({"optimizer"})))
     assert any("optimizer state is left behind" in note for note in started.notes)
