@@ -15,7 +15,7 @@ from precisionctl.errors import CheckpointError
 from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model.model_shape import ModelShape
-from precisionctl.param import Layout, TensorSpec
+from precisionctl.param import MOMENTUM, Layout, TensorSpec, state_name
 
 
 class TensorSource(Chunked, Protocol):
@@ -159,6 +159,11 @@ class OfOptimizer(TensorSource, Protocol):
     def optimizer_specs(self) -> Mapping[str, TensorSpec]:
         """What `specs` are of the model's tensors, of the optimizer's; empty where there is none."""
         ...
+
+
+def has_muon(reader: OfOptimizer) -> bool:
+    """Whether matrices were trained by Muon, which keeps one momentum for each (`momentum_buffer`), in FP32."""
+    return any(name.startswith(state_name(MOMENTUM, "")) for name in reader.optimizer_specs)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.megatron.carried_run import has_muon, optimizer_settings, step_and_groups
+from precisionctl.checkpoints.base import Reader, has_muon
+from precisionctl.checkpoints.megatron.carried_run import optimizer_settings, step_and_groups
 from precisionctl.checkpoints.megatron.directory import MegatronReader, of_megatron
 from precisionctl.checkpoints.other_trainers.trainer_run import (
     NO_COUNT,

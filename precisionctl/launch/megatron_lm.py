@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from typing import Any
 
 from precisionctl.architectures.megatron.expert_args import CAPACITY
@@ -12,13 +13,13 @@ from precisionctl.architectures.megatron.megatron_args import (
     to_megatron_args,
 )
 from precisionctl.checkpoints.megatron.directory import of_megatron
-from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
+from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownArchitecture
 from precisionctl.launch.base import Launch, LaunchSource, left_to_provider
 from precisionctl.megatron_flags import PARALLEL_SIZES, flags_of
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.same_model import differences
 from precisionctl.param import Parallelism
-from precisionctl.recipe import RouterSettings
+from precisionctl.recipe import Optimizer, RouterSettings, recipe_of
 from precisionctl.trainer.optimizer.megatron_schedule import DECAY_STYLES, WSD_STYLES, read_muon_args
 from precisionctl.trainer.saved.balance import balance_of
 
@@ -221,16 +222,22 @@ def _muon_options(source: LaunchSource) -> list[Option]:
     args = source.reader.args if of_megatron(source.reader) else {}
     if not source.has_optimizer or args.get("optimizer") != "muon":
         return []
-    said = {**args, **read_muon_args(args)}
-    numbers = {name: said.get(name) for name in ("muon_momentum", "muon_num_ns_steps", "muon_extra_scale_factor")}
-    words = {name: said[name] for name, known in _MUON_WORDS.items() if said.get(name) in known}
-    found = {name: value for name, value in numbers.items() if isinstance(value, int | float)} | words
-    options: list[Option] = [("--optimizer", "muon"), *((_flag(name), str(value)) for name, value in found.items())]
-    if said.get("muon_nesterov") is True:
-        options.append((_NESTEROV,))
-    if said.get("muon_split_qkv") is False:
-        options.append(("--muon-no-split-qkv",))
+    options: list[Option] = [("--optimizer", "muon")]
+    for key, value in read_muon_args(args).items():
+        with suppress(RecipeError):  # a value that no recipe has, as a file may say anything
+            options += _muon_option(key, recipe_of({f"optimizer.{key}": value}, source.path).optimizer)
+    if (mode := args.get("muon_tp_mode")) in _MUON_TP_MODES:
+        options.append(("--muon-tp-mode", mode))
     return options
+
+
+def _muon_option(key: str, settings: Optimizer) -> list[Option]:
+    """The flag of one of Muon's settings. The default is left out where there is no flag for it, as of switches, or not
+    in all versions."""
+    value, flag = getattr(settings, key), _MUON_SWITCHES.get(key, _flag(key))
+    if value == getattr(Optimizer(), key) and (key in _MUON_SWITCHES or flag in _MUON_CHANGED):
+        return []
+    return [(flag,) if key in _MUON_SWITCHES else (flag, str(value))]
 
 
 def _muon_notes(options: Sequence[Option]) -> list[str]:
@@ -238,7 +245,7 @@ def _muon_notes(options: Sequence[Option]) -> list[str]:
     given = {option[0]: option[-1] for option in options}
     notes = [f"{flag} {said}" for flag, said in _MUON_CHANGED.items() if flag in given]
     steps = given.get(_STEPS, "")
-    if "--muon-coefficient-type" not in given and steps.isdecimal() and int(steps) % 5:  # muon_utils.py: newton_schulz
+    if _COEFFICIENTS not in given and steps.isdecimal() and int(steps) % 5:  # muon_utils.py: newton_schulz
         notes.append(
             f"{_STEPS} {steps} is no multiple of 5, as many sets of coefficients as Muon takes in turn: "
             "emerging_optimizers 0.1.0 refuses it at the first update, 0.4.0 takes it"
@@ -246,15 +253,13 @@ def _muon_notes(options: Sequence[Option]) -> list[str]:
     return notes
 
 
-_MUON_WORDS = {
-    "muon_scale_mode": ("spectral", "unit_rms_norm", "shape_scaling"),
-    "muon_coefficient_type": ("simple",),  # the other one is every version's default
-    "muon_tp_mode": ("blockwise", "duplicated", "distributed"),
-}
-_NESTEROV, _STEPS = "--muon-use-nesterov", "--muon-num-ns-steps"
+_NESTEROV, _STEPS, _COEFFICIENTS = "--muon-use-nesterov", "--muon-num-ns-steps", "--muon-coefficient-type"
+_MUON_SWITCHES = {"muon_nesterov": _NESTEROV, "muon_split_qkv": "--muon-no-split-qkv"}
+"""Each with the flag for what is not its default."""
+_MUON_TP_MODES = ("blockwise", "duplicated", "distributed")
 _MUON_CHANGED = {
     _NESTEROV: "is --muon-nesterov from core 0.18 on",
-    "--muon-coefficient-type": "is there from core 0.17 on: before, Megatron has other coefficients",
+    _COEFFICIENTS: "is there from core 0.17 on: before, Megatron has other coefficients",
 }
 """Flags that not all versions of Megatron-LM with Muon have, from 0.16 on."""
 

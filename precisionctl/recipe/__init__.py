@@ -5,6 +5,7 @@ differs.
 
 from precisionctl.recipe.load import bundled_recipes, find_recipe, load_recipe, read_override, recipe_of
 from precisionctl.recipe.sections import (
+    MUON_KEYS,
     Data,
     GuardSettings,
     Optimizer,
@@ -18,6 +19,7 @@ from precisionctl.recipe.sections import (
 )
 
 __all__ = [
+    "MUON_KEYS",
     "Data",
     "GuardSettings",
     "Optimizer",

@@ -5,7 +5,7 @@ Steps are optimizer steps (updates). A value out of its bounds, or keys that con
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from typing import Literal
 
@@ -151,6 +151,10 @@ class Optimizer:
     def by_muon(self) -> bool:
         """Whether Muon trains the matrices."""
         return self.preset == "muon"
+
+
+MUON_KEYS = tuple(each.name for each in fields(Optimizer) if each.name.startswith("muon_"))
+"""The settings that Muon alone heeds, as Megatron's arguments call them."""
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from precisionctl.checkpoints.base import has_muon
 from precisionctl.checkpoints.megatron.arguments import STAGES
 from precisionctl.checkpoints.megatron.directory import MegatronReader
 from precisionctl.checkpoints.megatron.keys import OURS
 from precisionctl.checkpoints.other_trainers.trainer_run import TrainedReader
 from precisionctl.dtypes import DType
-from precisionctl.param import MOMENTUM, Parallelism, state_name
+from precisionctl.param import Parallelism
 from precisionctl.torch_when_used import is_tensor
 from precisionctl.untrusted.safe_pickle import finite, parts
 
@@ -120,11 +121,6 @@ def muon_in_megatron(settings: Mapping[str, Any], adam: Mapping[str, Any]) -> di
     optimizers. `momentum` is `momentum_beta` in megatron-core 0.16."""
     group = {**_GROUP, **settings, "momentum_beta": settings["momentum"]}
     return {0: {"optimizer": {"state": {}, "param_groups": [group]}, _SHARDING: RESHARDABLE}, 1: adam}
-
-
-def has_muon(reader: MegatronReader | TrainedReader) -> bool:
-    """Whether matrices were trained by Muon, which keeps one momentum for each (`momentum_buffer`), in FP32."""
-    return any(name.startswith(state_name(MOMENTUM, "")) for name in reader.optimizer_specs)
 
 
 def step_and_groups(optimizer: object) -> tuple[Any, list[dict[str, Any]] | None]:

@@ -6,11 +6,11 @@ samples, not updates. The initial rate of warm-up and WSD's decay are not in its
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from precisionctl.errors import DamagedCheckpoint, damage, shown
-from precisionctl.recipe import Optimizer, Recipe
+from precisionctl.recipe import MUON_KEYS, Optimizer, Recipe
 from precisionctl.untrusted.safe_pickle import is_count
 
 _SKIP = "Use --skip schedule: then the recipe's schedule begins at its start."
@@ -125,15 +125,13 @@ def training_args(recipe: Recipe, schedule: MegatronSchedule | None, position: i
 
 def _muon_args(settings: Optimizer) -> dict[str, object]:
     """Muon's arguments, whose names the recipe's keys have. Tensor-parallel ranks orthogonalize a matrix as a whole."""
-    own = {key: value for key, value in vars(settings).items() if key.startswith("muon_")}
-    return {"optimizer": "muon", "muon_tp_mode": "duplicated", **own}
+    return {"optimizer": "muon", "muon_tp_mode": "duplicated", **{key: getattr(settings, key) for key in MUON_KEYS}}
 
 
 def read_muon_args(args: Mapping[str, Any]) -> dict[str, Any]:
     """Muon's settings in Megatron's arguments of any version, unchecked, by the recipe's keys; without those that are
     not there."""
-    keys = (each.name for each in fields(Optimizer) if each.name.startswith("muon_"))
-    found = {key: args[key] for key in keys if args.get(key) is not None}
+    found = {key: args[key] for key in MUON_KEYS if args.get(key) is not None}
     if "muon_scale_mode" in found:
         found.setdefault("muon_coefficient_type", "quintic")  # before core 0.17 there is no other
     if args.get("muon_use_nesterov") is not None:  # its name before core 0.18

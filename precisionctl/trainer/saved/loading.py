@@ -13,8 +13,7 @@ from typing import Literal, TypeGuard
 import torch
 from torch import Tensor
 
-from precisionctl.checkpoints.base import Reader, WithOptimizer
-from precisionctl.checkpoints.megatron.carried_run import has_muon
+from precisionctl.checkpoints.base import Reader, WithOptimizer, has_muon
 from precisionctl.checkpoints.megatron.directory import of_megatron
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.other_trainers.trainer_run import TrainedReader, TrainerRun, of_trainer

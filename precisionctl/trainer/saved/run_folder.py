@@ -19,7 +19,7 @@ from precisionctl.checkpoints.megatron.run_file import read_run_file
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import DamagedCheckpoint, OutputError, damage
 from precisionctl.fp8 import sidecar
-from precisionctl.recipe import GuardSettings, ParallelSettings, Recipe, Tracking, Train, recipe_of
+from precisionctl.recipe import MUON_KEYS, GuardSettings, ParallelSettings, Recipe, Tracking, Train, recipe_of
 from precisionctl.trainer.measure.json_numbers import nan_for_null, to_json_numbers
 from precisionctl.trainer.model.router_balance import Balance
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
@@ -106,7 +106,8 @@ def identity(source: Reader, data: str, recipe: Recipe, **start: object) -> dict
     keys = {key: value for key, value in flat(asdict(recipe)).items() if key not in _KEYS_NOT_IN_IDENTITY}
     keys |= flat({"model": asdict(source.model)})
     if not recipe.optimizer.by_muon:  # which alone heeds its settings; and runs from before it have none
-        keys = {key: value for key, value in keys.items() if not key.startswith("optimizer.muon_")}
+        for key in MUON_KEYS:
+            del keys[f"optimizer.{key}"]
     if recipe.schedule.kind == "constant" and not recipe.precision.schedule:
         del keys["train.steps"]  # no learning rate and no precision depends on it, so such a run may be extended
     return {"source": hashlib.sha256(json.dumps(stats).encode()).hexdigest(), "data": data, **start, **keys}

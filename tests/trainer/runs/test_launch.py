@@ -12,7 +12,7 @@ import shutil
 import warnings
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import deepspeed_files
 import pytest
@@ -42,6 +42,7 @@ from precisionctl.launch.base import Launch, LaunchSource
 from precisionctl.launch.frameworks import FRAMEWORKS
 from precisionctl.param import Parallelism
 from precisionctl.precision import PRESETS
+from precisionctl.recipe import MUON_KEYS, Optimizer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, of what megatron-core imports from it
@@ -478,6 +479,29 @@ def test_a_run_by_muon_brings_megatrons(place: Path, tmp_path: Path) -> None:
         assert read.muon_use_nesterov and not read.muon_split_qkv
         assert any("--muon-nesterov from core 0.18" in note for note in found.notes)
         assert any("--muon-coefficient-type is there from core 0.17" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("key", MUON_KEYS)
+def test_each_setting_of_muon_that_a_recipe_has_is_said_to_megatron_if_it_is_one(
+    place: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    usual = getattr(Optimizer(), key)
+    words = get_args(get_type_hints(Optimizer)[key])
+    other = words[1] if words else not usual if isinstance(usual, bool) else type(usual)(usual / 2)
+    assert other != usual
+    monkeypatch.setattr(TorchDistReader, "optimizer_specs", property(lambda _: {"optimizer.state.exp_avg.x": None}))
+
+    def flags(value: object) -> list[str]:
+        said = {"optimizer": "muon", key: value}
+        monkeypatch.setattr(TorchDistReader, "args", {**TorchDistReader(place / "bf16").args, **said})
+        found = FRAMEWORKS["megatron-lm"](LaunchSource(open_checkpoint(place / "bf16"), place / "bf16"))
+        return flags_of(found)
+
+    version = "core_v0.19.0" if key == "muon_coefficient_type" else "core_v0.16.1"
+    name = "muon_use_nesterov" if key == "muon_nesterov" else key
+    assert getattr(parse(version, flags(other)), name) == other
+    for odd in ("\n--other", [other], {}, -1):
+        assert not any(word.startswith("--muon") for word in flags(odd))
 
 
 @pytest.mark.parametrize("steps", [5, 7, 10])
