@@ -78,6 +78,12 @@ class Precision:
         return self.fp8 and self.scaling == "delayed"
 
     @property
+    def f32_block_scales(self) -> bool:
+        """Whether it computes with scales of 128-blocks that are not powers of two: the setting alone says nothing of
+        runs in BF16 or under another scaling, which have it too."""
+        return self.fp8 and self.scaling == "block" and self.block.use_f32_scales
+
+    @property
     def codes(self) -> str:
         """What its GEMMs take, if they are not in BF16: `FP8` or `NVFP4`."""
         return "NVFP4" if self.scaling == "nvfp4" else "FP8"

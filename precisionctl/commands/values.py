@@ -171,9 +171,8 @@ def _unsaid_notes(storage: Storage, before: Precision | None) -> Iterator[str]:
             f"`resume --precision {before.codes.lower()} --recipe ...`."
         )
         return
-    of_blocks = before.scaling == "block" and before.block.use_f32_scales
     unsaid = ["precision.keep_bf16 " + ", ".join(before.keep_bf16)] * bool(before.keep_bf16)
-    unsaid += ["precision.block.use_f32_scales"] * of_blocks
+    unsaid += ["precision.block.use_f32_scales"] * before.f32_block_scales
     if unsaid:
         yield f"Megatron has no arguments for {' and '.join(unsaid)} of the run: `resume --set` gives them again."
 

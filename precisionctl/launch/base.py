@@ -258,8 +258,7 @@ class LaunchSource:
         """Environment variables for Transformer Engine: one that allows it to load pickles (needed from 2.16.1 on), and
         one for block scales that are not powers of two, for which no framework has a flag."""
         gate = {GATE: "1"} if of_megatron(self.reader) and self._refused else {}
-        precision = self.stateless
-        return gate | ({FP32_SCALES: "1"} if precision and precision.block.use_f32_scales else {})
+        return gate | ({FP32_SCALES: "1"} if self.stateless and self.stateless.f32_block_scales else {})
 
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
         """The values of these arguments of a Megatron checkpoint, its parallel sizes; without those that it lacks.

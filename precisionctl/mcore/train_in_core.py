@@ -119,7 +119,7 @@ def check(settings: Settings, recipe: Recipe, ranks: int) -> None:
         "parallel.replicate": recipe.parallel.replicate != 1,
         "parallel.gather": recipe.parallel.gather != "per-pass",
         "precision.keep_bf16": fp8 and bool(precision.keep_bf16),
-        "precision.block.use_f32_scales": fp8 and precision.block.use_f32_scales,
+        "precision.block.use_f32_scales": precision.f32_block_scales,
         "layers in BF16 under delayed scaling": fp8 and precision.keeps_state and any(in_bf16),
     }
     if asked := [what for what, is_asked in bundled_alone.items() if is_asked]:

@@ -358,7 +358,7 @@ def test_a_run_of_ours_brings_a_recipe_without_state(
             num_layers_at_start_in_bf16=0,
         )
         assert config.fp8_recipe == word
-    assert "NVTE_FP8_BLOCK_SCALING_FP32_SCALES" in found.environment
+    assert ("NVTE_FP8_BLOCK_SCALING_FP32_SCALES" in found.environment) == (scaling == "block")
     assert any("no flag for precision.keep_bf16: *.linear_proj" in note for note in found.notes)
     bridge = launch(tmp_path / "run", "megatron-bridge")
     lines = bridge.config.splitlines()

@@ -116,6 +116,10 @@ def test_megatron_core_loads_the_whole_checkpoint_of_a_run_with_either_optimizer
             {"precision": "fp8", "precision__num_layers_at_end_in_bf16": 1},
             "only the bundled trainer has layers in BF16",
         ),
+        (
+            {"precision": "fp8", "precision__scaling": "block", "precision__block__use_f32_scales": True},
+            "only the bundled trainer has precision.block.use_f32_scales",
+        ),
         ({"parallel__tensor": 2}, "1 rank cannot be divided into tensor 2 x pipeline 1"),
         ({"parallel__expert": 2}, "with experts on 2"),
         ({"train__micro_batch_size": 4, "train__batch_size": 6}, "not a multiple"),
