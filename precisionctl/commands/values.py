@@ -36,7 +36,7 @@ from precisionctl.commands.source_notes import decoded_base_notes, source_notes
 from precisionctl.commands.storage import DCP, TORCH, TORCHTITAN, Storage
 from precisionctl.conversion.known_state import NOT_KNOWN
 from precisionctl.dtypes import DType
-from precisionctl.errors import PrecisionError
+from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError
 from precisionctl.fp8.carry import amax_by_module, carry_state
 from precisionctl.fp8.state import Fp8States
 from precisionctl.megatron_flags import flags_of, stateless_words, words_of_bf16
@@ -46,7 +46,7 @@ from precisionctl.precision import Precision
 
 def as_values(source: Source) -> Result:
     """A result of values. Raises PrecisionError for weights that no FP8 GEMM takes, where it is to be trained in FP8,
-    for codes that could not be made again, and what taking a run along raises."""
+    for codes that could not be made again, and what taking a run and its precision along raises."""
     plan, reader, known, encodings = source.plan, source.reader, source.known, source.encodings
     request = source.request
     storage, in_fp8 = request.storage, request.precision == "fp8"
@@ -64,7 +64,7 @@ def as_values(source: Source) -> Result:
         run = carry_trainer_run(source.trained, storage.parallelism)
     live = request.fills_extra_state and (in_fp8 or state is not None)
     keeps = request.precision == "keep" and not (state and state.of_gemms)
-    before = _stateless_before(source) if keeps else None
+    before, not_known = _stateless_before(source) if keeps else (None, ())
     if storage.layout == "megatron":  # the Writer adds the words of `state`
         words = stateless_words(before) if before else {}
         run = replace(run, args={**run.args, **(words if keeps else words_of_bf16(run.args))})
@@ -72,6 +72,7 @@ def as_values(source: Source) -> Result:
         *_notes(source, run),
         *(_stateless_notes(request.recipe) if in_fp8 else ()),
         *_unsaid_notes(storage, before),
+        *not_known,
         *(state.notes if state else ()),
         *(_payload_notes(storage, plan) if live else ()),
         *known_state_notes(known, carried=sidecar is known.outdated and not live),
@@ -155,10 +156,17 @@ def _master_notes(source: Source) -> Iterator[str]:
         yield "FP32 masters, if the optimizer has any, stay behind with it: the weights are the stored ones, as FP32."
 
 
-def _stateless_before(source: Source) -> Precision | None:
-    """The precision of the run that wrote the source, if that keeps no state; None otherwise."""
-    before = precision_of_run(source.reader)
-    return None if before is None or before.precision.keeps_state else before.precision
+def _stateless_before(source: Source) -> tuple[Precision | None, tuple[str, ...]]:
+    """The precision of the run that wrote the source, if that keeps no state, else None; and a note where that run, of
+    another version perhaps, says it in words not known here. Raises for those where the result takes the precision."""
+    try:
+        before = precision_of_run(source.reader)
+    except (DamagedCheckpoint, RecipeError) as error:
+        if source.request.storage.layout == "megatron":
+            do = "--precision bf16 leaves the run's precision out."
+            raise type(error)(error.what, where=error.where, do=do) from None
+        return None, (f"What precision the run was in is not known: {error.what}.",)
+    return (None if before is None or before.precision.keeps_state else before.precision), ()
 
 
 def _unsaid_notes(storage: Storage, before: Precision | None) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """A run goes on in the FP8 precision of the run before it, unless a recipe is named."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from training import SMALL, make_place, run, settings
 
 from precisionctl.calibration.calibrate import calibrate
 from precisionctl.checkpoints.megatron.directory import of_megatron
+from precisionctl.checkpoints.megatron.keys import RUN_FILE
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.run_precision import precision_of_run
 from precisionctl.errors import RecipeError
@@ -258,6 +260,25 @@ def test_where_nothing_says_the_precision_of_a_run_without_state_a_note_does(
     assert said in convert(in_fp4, tmp_path / "nvfp4", "hf", **to).notes
     of_delayed = convert(place / "delayed", tmp_path / "delayed", "hf", **to).notes
     assert not any("The run was" in note for note in of_delayed), "its state says it"
+
+
+@pytest.mark.parametrize("said", [{"precision.nvfp4.new_key": 1}, {"precision.scaling": "fp2"}], ids=str)
+def test_words_of_a_run_that_are_not_known_here_stop_only_what_takes_them(
+    in_fp4: Path, tmp_path: Path, said: dict[str, Any]
+) -> None:
+    """Such as a later version's. Weights and optimizer do not depend on them."""
+    (word,) = said
+    shutil.copytree(in_fp4, tmp_path / "run")
+    file = tmp_path / "run" / RUN_FILE
+    saved = json.loads(file.read_text())
+    file.write_text(json.dumps({**saved, "identity": {**saved["identity"], **said}}))
+    for to in ({}, {"container": "dcp"}):
+        notes = convert(tmp_path / "run", tmp_path / f"made {to}", "hf", **to).notes
+        (note,) = [note for note in notes if note.startswith("What precision the run was in is not known: ")]
+        assert word in note
+    with pytest.raises(RecipeError, match=rf"{word}.*--precision bf16 leaves the run's precision out"):
+        convert(tmp_path / "run", tmp_path / "megatron", "megatron")
+    convert(tmp_path / "run", tmp_path / "megatron", "megatron", "bf16")
 
 
 def test_a_result_in_another_precision_than_the_run_says_nothing_of_the_run_s(in_fp4: Path, tmp_path: Path) -> None:
