@@ -80,12 +80,14 @@ _OF_FP4 = (
 FLAGS = (*_OF_FP8, *_OF_FP4, *LAYERS)
 
 
-def as_overrides(given: Mapping[str, object], first_last: bool) -> tuple[str, ...]:
-    """The given flags as overrides in the form of `--set`. Raises RecipeError for a number of layers in BF16 without
-    `--first-last-layers-bf16`, which Megatron silently ignores, and for FP8 and FP4 at once, which it refuses."""
-    formats = [flags[0].name for flags in (_OF_FP8, _OF_FP4) if flags[0].name in given]
-    if len(formats) > 1:
-        raise RecipeError(f"{' and '.join(formats)} exclude each other", do="Leave one of them out.")
+def as_overrides(given: Mapping[str, object], first_last: bool, precision: str | None = None) -> tuple[str, ...]:
+    """The given flags as overrides in the form of `--set`, for a command with this `--precision`. Raises RecipeError
+    for a number of layers in BF16 without `--first-last-layers-bf16`, which Megatron silently ignores, and for FP8 and
+    FP4 at once: Megatron refuses the two formats, and the other flags of FP8 say nothing of a run in NVFP4."""
+    of_fp8, of_fp4 = ([flag.name for flag in flags if flag.name in given] for flags in (_OF_FP8, _OF_FP4))
+    of_fp4 += ["--precision nvfp4"] * (precision == "nvfp4")
+    if of_fp8 and of_fp4:
+        raise RecipeError(f"{of_fp8[0]} and {of_fp4[0]} exclude each other", do="Leave one of them out.")
     numbers = [flag.name for flag in LAYERS if flag.name in given]
     if numbers and not first_last:
         raise RecipeError(

@@ -271,7 +271,8 @@ def megatron_fp8_options(command: Callback) -> Callback:
     def with_megatron(*arguments: Any, **named: Any) -> Any:
         first_last = named.pop(FIRST_LAST.parameter)
         given = {flag.name: named.pop(flag.parameter) for flag in FLAGS}
-        overrides = as_overrides({name: value for name, value in given.items() if value is not None}, first_last)
+        given = {name: value for name, value in given.items() if value is not None}
+        overrides = as_overrides(given, first_last, named.get("precision"))
         return command(*arguments, megatron=overrides, **named)
 
     for flag in FLAGS:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click.testing
 import pytest
+from command_line import run
 
 from precisionctl.cli import main
 from precisionctl.errors import RecipeError
@@ -124,6 +125,14 @@ def test_fp8_and_fp4_at_once_are_refused_as_by_megatron() -> None:
     with pytest.raises(RecipeError, match="--fp8-format and --fp4-format exclude each other"):
         as_overrides({"--fp8-format": "e4m3", "--fp4-format": "e2m1"}, first_last=False)
     assert not keys_of({"fp8": "e4m3", "fp4": "e2m1", "fp8_recipe": "delayed", "fp4_recipe": "nvfp4"})
+
+
+@pytest.mark.parametrize("of_fp8", ["--fp8-format hybrid", "--fp8-recipe blockwise", "--fp8-margin 0"])
+@pytest.mark.parametrize("of_fp4", ["--fp4-format e2m1", "--fp4-recipe nvfp4", ""])
+def test_no_flag_of_fp8_is_ignored_in_nvfp4(tmp_path: Path, of_fp8: str, of_fp4: str) -> None:
+    asked = ["resume", tmp_path, "--precision", "nvfp4", *of_fp8.split(), *of_fp4.split()]
+    said = f"{of_fp8.split()[0]} and {(of_fp4 or '--precision').split()[0]}.* exclude each other"
+    assert re.search(said, run(*asked).stderr)
 
 
 def test_resume_takes_them_under_set_and_its_help_stays_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
