@@ -110,7 +110,8 @@ class Reader(Protocol):
 
 @runtime_checkable
 class OfCasts(Protocol):
-    """A Reader of which some tensors are values that are decoded as they are read (GGUF, MLX)."""
+    """A Reader of which some tensors may be values that are decoded as they are read, as in GGUF and in directories of
+    Hugging Face's layout."""
 
     def cast(self, name: str) -> Cast | None:
         """How the codes are made that a tensor is decoded from; None where it is values, or that is not known here."""

@@ -71,7 +71,8 @@ backend_option = click.option(
 @click.option(
     "--out",
     type=NEW_PATH,
-    help="Folder of the run. A run that is already there continues. Default: CHECKPOINT's name with -bf16 or -fp8.",
+    help="Folder of the run. A run that is already there continues. "
+    "Default: CHECKPOINT's name with -bf16, -fp8 or -nvfp4.",
 )
 @click.option(
     "--recipe",

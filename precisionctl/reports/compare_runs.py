@@ -38,7 +38,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class ShadowSummary:
-    """All shadows of a run: FP8 against BF16 from the same weights. `looks` is their number."""
+    """All shadows of a run: FP8 or NVFP4 against BF16 from the same weights. `looks` is their number."""
 
     run: str
     looks: int
@@ -118,7 +118,7 @@ class RunComparison:
         ]
         gaps = ("gap now", "mean gap", "worst gap", "at step")
         columns = ("run", "looks", *gaps, "gradients' cosine", "norm ratio", "warnings")
-        return Table("FP8 against BF16 from the same weights", columns, rows)
+        return Table("FP8 or NVFP4 against BF16 from the same weights", columns, rows)
 
     def table(self) -> Table:
         rows = [

@@ -1,1 +1,1 @@
-"""Continued pretraining and SFT, in BF16 or FP8, on Transformer Engine or emulated."""
+"""Continued pretraining and SFT, in BF16, FP8 or NVFP4, on Transformer Engine or emulated."""

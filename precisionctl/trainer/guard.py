@@ -1,4 +1,5 @@
 """Guard: decides for each update of an FP8 run whether it computes in FP8 or BF16, and acts where FP8 is too far off.
+All of it holds of NVFP4, too.
 
 It only decides: the loop (`loop.py`) asks it around each update, and the Run makes the passes and switches precision.
 Decisions depend on the gaps of the last shadow passes, on the step until which the run is held in BF16, and on the

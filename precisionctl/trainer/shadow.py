@@ -1,4 +1,5 @@
 """Shadow: the same batch forward and backward in FP8 and in BF16 with the same weights, and how far apart they are.
+All of it holds of NVFP4, too.
 
 The FP8 passes are the update's own, so the numbers that the run trains with are judged. The BF16 passes are made before
 them, and only their loss and gradients are kept.
