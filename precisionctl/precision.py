@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
+from typing import Literal
 
 from precisionctl.codes.numerics import MX_BLOCK
 from precisionctl.codes.statistics import Scaling
@@ -14,6 +15,9 @@ from precisionctl.errors import RecipeError
 from precisionctl.fp8.state import DelayedScaling, Fp8Format, Role, code_dtype
 from precisionctl.param import GEMM_ALIGNMENT, gemm_misfit
 from precisionctl.torch_when_used import torch
+
+PrecisionOption = Literal["bf16", "fp8", "nvfp4"]
+"""What `resume --precision` says of a run."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,13 @@ class Precision:
     def codes(self) -> str:
         """What its GEMMs take, if they are not in BF16: `FP8` or `NVFP4`."""
         return "NVFP4" if self.scaling == "nvfp4" else "FP8"
+
+    @property
+    def option(self) -> PrecisionOption:
+        """What `resume --precision` says for it."""
+        if not self.fp8:
+            return "bf16"
+        return "nvfp4" if self.codes == "NVFP4" else "fp8"
 
     @property
     def alignment(self) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from precisionctl.codes import numerics
 from precisionctl.codes.numerics import BLOCK, MX_BLOCK
-from precisionctl.codes.statistics import SCALINGS, Loss, Scaling, Statistics
+from precisionctl.codes.statistics import FP8_SCALINGS, Loss, Scaling, Statistics
 
 _BY_BLOCK: tuple[Scaling, ...] = ("block", "mxfp8")
 
@@ -53,7 +53,7 @@ def measure(
         fixed["delayed"] = delayed_scale
     parts = [_measure_tiles(tiles, dtype, fixed, square) for tiles in _tiles(rows)]
     nonzero, nonfinite, sum_2, sum_4, *lost = torch.stack(parts).sum(0).tolist()
-    losses = dict.fromkeys(SCALINGS, Loss())
+    losses = dict.fromkeys(FP8_SCALINGS, Loss())
     for i, scaling in enumerate((*fixed, *_BY_BLOCK)):
         underflows, saturated, error = lost[3 * i : 3 * i + 3]
         losses[scaling] = Loss(rows.numel(), int(underflows), int(saturated), sum_2, error)

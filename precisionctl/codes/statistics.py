@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass, field
 from typing import Literal
 
 Scaling = Literal["delayed", "current", "block", "mxfp8", "nvfp4"]
-SCALINGS: tuple[Scaling, ...] = ("delayed", "current", "block", "mxfp8")
+FP8_SCALINGS: tuple[Scaling, ...] = ("delayed", "current", "block", "mxfp8")
 """Those of FP8, which are measured."""
 NAMES: Mapping[Scaling, str] = {
     "delayed": "delayed",
@@ -84,7 +84,7 @@ class Statistics:
     amax: float = 0.0
     sum_2: float = 0.0
     sum_4: float = 0.0
-    losses: Mapping[Scaling, Loss] = field(default_factory=lambda: dict.fromkeys(SCALINGS, Loss()))
+    losses: Mapping[Scaling, Loss] = field(default_factory=lambda: dict.fromkeys(FP8_SCALINGS, Loss()))
 
     def merge(self, other: "Statistics") -> "Statistics":
         """The statistics of both together. Counts and amax do not depend on the order of merging; sums do in their last
@@ -96,7 +96,7 @@ class Statistics:
             max(self.amax, other.amax),
             self.sum_2 + other.sum_2,
             self.sum_4 + other.sum_4,
-            {scaling: self.losses[scaling] + other.losses[scaling] for scaling in SCALINGS},
+            {scaling: self.losses[scaling] + other.losses[scaling] for scaling in FP8_SCALINGS},
         )
 
     @property
@@ -108,16 +108,16 @@ class Statistics:
     def as_row(self) -> list[float]:
         """All of it as ROW_LENGTH FP64 numbers: `_FIELDS` in order, then the fields of `Loss` for each scaling."""
         own = [float(getattr(self, name)) for name in _FIELDS]
-        return own + [float(number) for scaling in SCALINGS for number in astuple(self.losses[scaling])]
+        return own + [float(number) for scaling in FP8_SCALINGS for number in astuple(self.losses[scaling])]
 
     @staticmethod
     def from_row(row: Sequence[float]) -> "Statistics":
         """The inverse of `as_row`. Raises ValueError for numbers that no tensor can have produced."""
         own, rest = row[: len(_FIELDS)], row[len(_FIELDS) :]
-        size = len(rest) // len(SCALINGS)
+        size = len(rest) // len(FP8_SCALINGS)
         losses = {
             scaling: Loss(*map(_count, rest[i : i + 3]), *map(_not_negative, rest[i + 3 : i + size]))
-            for scaling, i in zip(SCALINGS, range(0, len(rest), size), strict=True)
+            for scaling, i in zip(FP8_SCALINGS, range(0, len(rest), size), strict=True)
         }
         elements, zeros, nonfinite = map(_count, own[:3])
         amax, sum_2, sum_4 = map(_not_negative, own[3:])
@@ -132,7 +132,7 @@ class Statistics:
 _FIELDS = ("elements", "zeros", "nonfinite", "amax", "sum_2", "sum_4")
 AMAX = _FIELDS.index("amax")
 """Index of amax in `as_row`: the only one that is merged by maximum instead of by sum."""
-ROW_LENGTH = len(_FIELDS) + 5 * len(SCALINGS)
+ROW_LENGTH = len(_FIELDS) + 5 * len(FP8_SCALINGS)
 
 
 def _count(number: float) -> int:

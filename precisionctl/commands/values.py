@@ -176,7 +176,7 @@ def _unsaid_notes(storage: Storage, before: Precision | None) -> Iterator[str]:
     if storage.layout == "hf":
         yield (
             f"The run was in {scaling_words(before.scaling)}, and this result has no place for that: to go on alike, "
-            f"`resume --precision {before.codes.lower()} --recipe ...`."
+            f"`resume --precision {before.option} --recipe ...`."
         )
         return
     unsaid = ["precision.keep_bf16 " + ", ".join(before.keep_bf16)] * bool(before.keep_bf16)
@@ -191,7 +191,7 @@ def _stateless_notes(recipe: Precision | None) -> Iterator[str]:
         flags = " ".join(word for flag in flags_of(stateless_words(recipe)) for word in flag)
         yield (
             f"{recipe.scaling} scaling keeps no state, so the result is that of --precision bf16: give the run the "
-            f"recipe, `resume --precision {recipe.codes.lower()} --recipe ...` here, `{flags}` in Megatron-LM."
+            f"recipe, `resume --precision {recipe.option} --recipe ...` here, `{flags}` in Megatron-LM."
         )
 
 

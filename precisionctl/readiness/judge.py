@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from precisionctl.codes.statistics import NAMES, SCALINGS, Loss, Scaling, Statistics
+from precisionctl.codes.statistics import FP8_SCALINGS, NAMES, Loss, Scaling, Statistics
 from precisionctl.fp8.carry import is_stale
 from precisionctl.fp8.state import ATTENTION, BACKWARD, IN_USE, ROLES, DelayedScaling, Fp8States, Role, RoleState
 from precisionctl.precision import Precision
@@ -161,7 +161,7 @@ def judge(
         for module in (*gemms, *others)
         for role in _roles_of(module, module in weights, states)
     ]
-    return Readiness(tuple(roles), {scaling: _verdict(scaling, gemms, roles, states) for scaling in SCALINGS})
+    return Readiness(tuple(roles), {scaling: _verdict(scaling, gemms, roles, states) for scaling in FP8_SCALINGS})
 
 
 def _roles_of(module: str, is_gemm: bool, states: Fp8States | None) -> list[Role]:
@@ -215,7 +215,7 @@ def _is_all_zero(measured: Sequence[Statistics]) -> bool:
 
 def _by_size(shape: Sequence[int]) -> Iterator[RoleFinding]:
     """A finding on a weight that FP8 GEMMs do not take, whatever its values are."""
-    found = {scaling: Precision(fp8=True, scaling=scaling).misfit(shape) for scaling in SCALINGS}
+    found = {scaling: Precision(fp8=True, scaling=scaling).misfit(shape) for scaling in FP8_SCALINGS}
     misfits = {scaling: words for scaling, words in found.items() if words}
     if misfits:
         words = f"{list(shape)}: {', '.join(dict.fromkeys(misfits.values()))}"
@@ -226,12 +226,12 @@ def _by_statistics(measured: Sequence[Statistics], role: Role) -> Iterator[RoleF
     if not measured:
         return
     if _is_all_zero(measured):
-        yield RoleFinding("watch", "dead", SCALINGS, "dead: every element is 0")
+        yield RoleFinding("watch", "dead", FP8_SCALINGS, "dead: every element is 0")
     if any(one.nonfinite for one in measured):
         number = counted(sum(one.nonfinite for one in measured), "element is", "elements are")
-        yield RoleFinding("repair", "not finite", SCALINGS, f"{number} NaN or infinite, in BF16 too")
+        yield RoleFinding("repair", "not finite", FP8_SCALINGS, f"{number} NaN or infinite, in BF16 too")
         return  # what else is measured of it would advise a precision, and none helps
-    losses = {scaling: [one.losses[scaling] for one in measured] for scaling in SCALINGS}
+    losses = {scaling: [one.losses[scaling] for one in measured] for scaling in FP8_SCALINGS}
     zeros = {scaling: max(loss.underflow for loss in each) for scaling, each in losses.items()}
     if beyond := {scaling: share for scaling, share in zeros.items() if share > UNDERFLOW.value}:
         listed = ", ".join(f"{NAMES[scaling]} {share:.1%}" for scaling, share in beyond.items())
@@ -241,7 +241,7 @@ def _by_statistics(measured: Sequence[Statistics], role: Role) -> Iterator[RoleF
         yield RoleFinding("margin", "saturation", ("delayed",), f"elements saturate: {share:.3%}")
     kurtosis = max((one.kurtosis for one in measured if one.amax > 0), default=0.0)
     if kurtosis > KURTOSIS.value and role not in BACKWARD:  # gradients are heavy-tailed in health, and E5M2 is for that
-        yield RoleFinding("watch", "outliers", SCALINGS, f"outliers: kurtosis {kurtosis:,.0f}")
+        yield RoleFinding("watch", "outliers", FP8_SCALINGS, f"outliers: kurtosis {kurtosis:,.0f}")
 
 
 def _by_history(history: History) -> Iterator[RoleFinding]:
@@ -252,7 +252,7 @@ def _by_history(history: History) -> Iterator[RoleFinding]:
         yield RoleFinding("recalibrate", "infinite", ("delayed",), "an infinite amax, which freezes the scale")
     if history.growth is not None and history.growth > GROWTH.value:
         what = f"amax has grown {history.growth:.3g} times within {counted(history.rows, 'row')}"
-        yield RoleFinding("watch", "growth", SCALINGS, what)
+        yield RoleFinding("watch", "growth", FP8_SCALINGS, what)
     if history.silent:
         yield RoleFinding("watch", "silent", ("delayed",), f"{counted(history.silent, 'expert')} recorded nothing")
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from precisionctl.codes.four_bit_loss import FORMATS, GAUSSIAN_DB, GAUSSIAN_ZEROS
-from precisionctl.codes.statistics import NAMES, SCALINGS
+from precisionctl.codes.statistics import FP8_SCALINGS, NAMES
 from precisionctl.fp8.state import IN_USE
 from precisionctl.quant_methods.base import FOUR_BITS
 from precisionctl.readiness.history import headroom
@@ -39,9 +39,9 @@ def as_json(readiness: Readiness) -> dict[str, Any]:
             "amax": health.amax,
             "elements": sum(one.elements for one in health.measured),
             "kurtosis": health.kurtosis,
-            "underflow": {scaling: health.underflow(scaling) for scaling in SCALINGS},
-            "saturation": {scaling: health.saturation(scaling) for scaling in SCALINGS},
-            "sqnr_db": {scaling: health.sqnr(scaling) for scaling in SCALINGS},
+            "underflow": {scaling: health.underflow(scaling) for scaling in FP8_SCALINGS},
+            "saturation": {scaling: health.saturation(scaling) for scaling in FP8_SCALINGS},
+            "sqnr_db": {scaling: health.sqnr(scaling) for scaling in FP8_SCALINGS},
             "history": asdict(history) | {"headroom_binades": headroom(history)} if history else None,
             "findings": [
                 {"remedy": each.remedy, "kind": each.kind, "scalings": list(each.scalings), "words": each.words}
@@ -79,7 +79,7 @@ def tables(readiness: Readiness) -> list[Table]:
         "recorded",
         "smallest amax",
         "largest amax",
-        *(f"zero, {NAMES[each]}" for each in SCALINGS),
+        *(f"zero, {NAMES[each]}" for each in FP8_SCALINGS),
         "kurtosis",
         "growth",
     )
@@ -134,7 +134,7 @@ def _role_column(modules: Sequence[RoleHealth]) -> tuple[str, ...]:
         str(sum(health.history is not None for health in modules)),
         f"{min(amaxes):.3g}" if amaxes else "-",
         f"{max(amaxes):.3g}" if amaxes else "-",
-        *(_worst((health.underflow(scaling) for health in modules), share_in_words) for scaling in SCALINGS),
+        *(_worst((health.underflow(scaling) for health in modules), share_in_words) for scaling in FP8_SCALINGS),
         _worst((health.kurtosis for health in modules), lambda value: f"{value:,.1f}"),
         f"{max(growths):.3g} x" if growths else "-",
     )
@@ -168,7 +168,7 @@ def findings(readiness: Readiness) -> Table:
 
 
 def _severity(health: RoleHealth) -> tuple[float, ...]:
-    zeros = max(health.underflow(scaling) or 0.0 for scaling in SCALINGS)
+    zeros = max(health.underflow(scaling) or 0.0 for scaling in FP8_SCALINGS)
     growth = (health.history.growth or 0.0) if health.history else 0.0
     return zeros, health.saturation("delayed") or 0.0, growth, health.kurtosis or 0.0
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from precisionctl.codes.statistics import NAMES, SCALINGS
+from precisionctl.codes.statistics import FP8_SCALINGS, NAMES
 from precisionctl.paths import own_name
 from precisionctl.readiness.history import headroom
 from precisionctl.readiness.judge import Readiness, RoleHealth
@@ -128,7 +128,7 @@ def _measures(readiness: Readiness) -> list[_Measure]:
                 share_in_words,
                 f"Share of elements that become zero under {NAMES[scaling]} scaling. Warm: beyond {UNDERFLOW.shown}.",
             )
-            for scaling in SCALINGS
+            for scaling in FP8_SCALINGS
         ),
         _Measure(
             "Saturation: delayed",

@@ -8,10 +8,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from precisionctl.codes.statistics import SCALINGS
+from precisionctl.codes.statistics import FP8_SCALINGS
 from precisionctl.errors import RecipeError
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.paths import StrPath
+from precisionctl.precision import PrecisionOption
 from precisionctl.recipe import Data, Recipe, load_recipe
 from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data import Blend, OnTokens, Rows, load_data
@@ -27,7 +28,7 @@ class Settings:
     not loaded. `reference` has the config and tokenizer of a checkpoint that has none."""
 
     checkpoint: Path
-    precision: Literal["bf16", "fp8", "nvfp4"]
+    precision: PrecisionOption
     data: StrPath | None = None
     out: Path | None = None
     recipe: str | None = None
@@ -111,12 +112,12 @@ def read_recipe(settings: Settings, known: Mapping[str, Any] = MappingProxyType(
 
 def _check_codes(settings: Settings, recipe: Recipe) -> None:
     """Raise RecipeError if the command line asks for other codes than those of the recipe's scaling."""
-    codes = recipe.precision.codes
-    if settings.precision not in ("bf16", codes.lower()):
-        others = "nvfp4" if settings.precision == "nvfp4" else " or ".join(SCALINGS)
+    precision = recipe.precision
+    if settings.precision != precision.option:
+        others = "nvfp4" if settings.precision == "nvfp4" else " or ".join(FP8_SCALINGS)
         raise RecipeError(
-            f"--precision {settings.precision}, but precision.scaling = {recipe.precision.scaling} is {codes}",
-            do=f"Give --precision {codes.lower()}, or --set precision.scaling={others}.",
+            f"--precision {settings.precision}, but precision.scaling = {precision.scaling} is {precision.codes}",
+            do=f"Give --precision {precision.option}, or --set precision.scaling={others}.",
         )
 
 

@@ -11,7 +11,7 @@ from soaking import in_soak
 
 from precisionctl.codes import health, numerics
 from precisionctl.codes.health import measure
-from precisionctl.codes.statistics import ROW_LENGTH, SCALINGS, Loss, Statistics
+from precisionctl.codes.statistics import FP8_SCALINGS, ROW_LENGTH, Loss, Statistics
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -236,7 +236,7 @@ def test_parts_of_whole_blocks_merge_into_what_the_whole_gives(rows, columns, sq
         merged = merged.merge(measure(part, E5M2, scale, square=square, amax=numerics.amax(values)))
     assert counts(merged) == counts(whole)
     assert merged.kurtosis == pytest.approx(whole.kurtosis, rel=1e-9)
-    for scaling in SCALINGS:
+    for scaling in FP8_SCALINGS:
         assert merged.losses[scaling].error == pytest.approx(whole.losses[scaling].error, rel=1e-9)
 
 

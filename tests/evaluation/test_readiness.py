@@ -19,7 +19,7 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes import nibbles
 from precisionctl.codes.four_bit_loss import GAUSSIAN_DB, GAUSSIAN_ZEROS, four_bit_losses
 from precisionctl.codes.health import measure
-from precisionctl.codes.statistics import SCALINGS, Statistics
+from precisionctl.codes.statistics import FP8_SCALINGS, Statistics
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion import buffers
@@ -201,7 +201,7 @@ def kinds(readiness, remedy):
 def test_where_everything_is_known_and_fine_every_scaling_is_ready():
     weights, states = healthy()
     readiness = judged(MODULES, weights, states)
-    for scaling in SCALINGS:
+    for scaling in FP8_SCALINGS:
         verdict = readiness.verdicts[scaling]
         assert verdict.ready and verdict.keep_bf16 == () and verdict.words == "ready, all modules in FP8"
     assert not any(health.findings for health in readiness.roles)
