@@ -11,8 +11,7 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron.arguments import recipe_words
 from precisionctl.checkpoints.megatron.directory import of_megatron
 from precisionctl.checkpoints.megatron.keys import RUN_FILE
-from precisionctl.checkpoints.megatron.run_file import read_run_file
-from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.checkpoints.run_file import identity_of_run
 from precisionctl.conversion.known_state import KnownState
 from precisionctl.errors import RecipeError
 from precisionctl.megatron_flags import keys_of
@@ -37,8 +36,8 @@ def precision_of_run(reader: Reader) -> RunPrecision | None:
     """What run.json or Megatron's arguments say. None if neither is there, if the run was in BF16, and for arguments of
     which no recipe can be made, such as another version of Megatron may have. Raises DamagedCheckpoint and RecipeError
     for a `run.json` that makes no sense."""
-    if isinstance(reader, TorchDistReader) and (said := read_run_file(reader.path)):
-        keys = {key: value for key, value in said["identity"].items() if key.startswith("precision.")}
+    if (identity := identity_of_run(reader)) is not None:
+        keys = {key: value for key, value in identity.items() if key.startswith("precision.")}
         if not keys.get("precision.fp8"):
             return None
         return _made({key: value for key, value in keys.items() if key not in _OF_ONE_RUN}, str(RUN_FILE), reader.path)

@@ -25,6 +25,7 @@ from precisionctl.model.same_model import in_words
 from precisionctl.param import Layout
 from precisionctl.planning.plan import Plan
 from precisionctl.sizes import counted, size
+from precisionctl.untrusted.safe_files import has_file
 from precisionctl.untrusted.safe_json import parse_json
 
 _NAMES = {
@@ -76,7 +77,8 @@ def family_notes(reader: Reader, model: ModelShape, to: Layout, *, named: bool) 
 
 def _other_arithmetic(reader: Reader, model: ModelShape, to: Layout) -> Iterator[str]:
     """Notes on what Megatron-Core and transformers compute differently for the model."""
-    ours = of_megatron(reader) and (reader.path / RUN_FILE).is_file()  # what `resume` trained, it trained as the model
+    # what `resume` trained, it trained as the model
+    ours = of_megatron(reader) and has_file(reader.path / RUN_FILE, reader.path)
     if (other := otherwise_in_megatron(model)) and not (ours and to == "hf"):
         named = ", ".join(f"{field} {_in_words(mine)} / {_in_words(theirs)}" for field, (mine, theirs) in other.items())
         if to == "megatron":

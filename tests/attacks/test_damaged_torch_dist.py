@@ -20,6 +20,7 @@ from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip, torch_zip_writer
 from precisionctl.checkpoints.torch_files.dcp_metadata import DcpPiece, DcpTensor, Index
 from precisionctl.checkpoints.torch_files.torch_zip import Span
+from precisionctl.commands.source_notes import family_notes
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnsafePickle
 from precisionctl.model.model_shape import ModelShape
@@ -268,6 +269,9 @@ def test_what_a_run_says_of_itself_must_be_a_file(directory):
     said.symlink_to("/etc/hostname")
     with pytest.raises(DamagedCheckpoint, match="symbolic link"):
         run_folder.read_saved(TorchDistReader(directory).path)
+    reader = TorchDistReader(directory)
+    with pytest.raises(DamagedCheckpoint, match="symbolic link"):
+        [*family_notes(reader, reader.model, "hf", named=True)]
 
 
 def test_only_a_models_companions_travel_with_it(directory, tmp_path):

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron.keys import RUN_FILE, TRACKER
-from precisionctl.checkpoints.megatron.run_file import read_run_file
+from precisionctl.checkpoints.run_file import identity_of_run, read_run_file
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import DamagedCheckpoint, OutputError, damage
 from precisionctl.fp8 import sidecar
@@ -224,10 +224,10 @@ def ended_in_bf16(reader: Reader) -> bool:
 def recipe_of_run(reader: Reader) -> Recipe | None:
     """A recipe with the precision and optimizer sections of the run of ours that wrote a checkpoint; None if another
     program wrote it. Raises DamagedCheckpoint and RecipeError for a `run.json` that makes no sense."""
-    if not isinstance(reader, TorchDistReader) or (saved := read_saved(reader.path)) is None:
+    if (said := identity_of_run(reader)) is None:
         return None
-    keys = {key: value for key, value in saved.identity.items() if key.startswith(("precision.", "optimizer."))}
-    return recipe_of(keys, reader.path / RUN_FILE)
+    keys = {key: value for key, value in said.items() if key.startswith(("precision.", "optimizer."))}
+    return recipe_of(keys, (reader.path or Path()) / RUN_FILE)
 
 
 def _is_guard_state(guard: object) -> bool:

@@ -1,10 +1,13 @@
 """What a run of `resume` says of itself in each of its checkpoints."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron.keys import RUN_FILE
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.untrusted.safe_files import has_file, read_file
 
@@ -22,3 +25,10 @@ def read_run_file(iteration: Path) -> dict[str, Any] | None:
     if not (isinstance(said, dict) and isinstance(said.get("identity"), dict)):
         raise DamagedCheckpoint("not what a run writes: it does not say which run it is", where=file)
     return said
+
+
+def identity_of_run(reader: Reader) -> Mapping[str, Any] | None:
+    """The settings of the run of ours that wrote a checkpoint, by name; None if another program wrote it, or if it was
+    converted since. Raises as `read_run_file`."""
+    said = read_run_file(reader.path) if isinstance(reader, TorchDistReader) else None
+    return None if said is None else said["identity"]
