@@ -14,6 +14,7 @@ import numpy as np
 from precisionctl.checkpoints.base import Companions, Reader, packings_of
 from precisionctl.checkpoints.gguf.families import of_llama_cpp
 from precisionctl.checkpoints.gguf.family import GgufFamily
+from precisionctl.checkpoints.gguf.file_types import FILE_TYPES, MIXTURES, GgufType, ValuesType
 from precisionctl.checkpoints.gguf.global_scales import scale_tensors
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue, Metadata
 from precisionctl.checkpoints.gguf.rope_keys import BETAS, BEYOND_CONTEXT
@@ -32,17 +33,8 @@ from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError, UnknownArchitecture, shown
-from precisionctl.export.gguf.gguf_plan import (
-    FILE_TYPES,
-    KEPT,
-    GgufPlan,
-    GgufType,
-    ValuesType,
-    in_gguf,
-    type_of_values,
-)
+from precisionctl.export.gguf.gguf_plan import KEPT, GgufPlan, in_gguf, type_of_values
 from precisionctl.export.gguf.gguf_tokenizer import tokenizer_metadata
-from precisionctl.export.gguf.k_quant_mixtures import MIXTURES
 from precisionctl.export.model_card import NAME, Card, path_in_command
 from precisionctl.export.weight_encodings import stored_weight_encodings
 from precisionctl.model.model_shape import ModelShape

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.gguf.file_types import FILE_TYPES, ValuesType
 from precisionctl.checkpoints.gguf.metadata_bytes import GgufValue, Metadata
 from precisionctl.checkpoints.gguf.towers import tower_of
 from precisionctl.checkpoints.gguf.towers.mmproj_file import OF_TOWERS
 from precisionctl.checkpoints.gguf.writer import GgufContents
 from precisionctl.dtypes import DType
-from precisionctl.export.gguf.gguf_plan import FILE_TYPES, ValuesType
 from precisionctl.export.gguf.towers_plan import token_embedding, towers_in_gguf
 from precisionctl.param import shared_spec
 from precisionctl.planning.plan import Plan

@@ -6,13 +6,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, get_args
 
+from precisionctl.checkpoints.gguf.file_types import GgufType
 from precisionctl.checkpoints.hf_directory.huggingface_files import MAX_SHARD_SIZE
 from precisionctl.commands.hints import check_hints
 from precisionctl.commands.storage import CONTAINERS, DEEPSPEED, Storage
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import engine_named
 from precisionctl.errors import RecipeError
-from precisionctl.export.gguf.gguf_plan import GgufType
 from precisionctl.export.mlx_plan import MlxScheme
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.grouped import ColumnOrder

@@ -174,12 +174,35 @@ def test_verify_names_the_types_of_codes_that_are_not_made_here(tmp_path: Path) 
     assert ("encodings of GGUF", "Q4_1 of B") in [(each.topic, each.what) for each in found.not_compared]
 
 
+@pytest.mark.parametrize(
+    ("file_type", "forms", "scheme"),
+    [(2, ("Q4_0",), "q4_0"), (2, ("Q4_0", "Q8_0"), None), (8, ("Q5_0",), None), (None, ("Q8_0",), None)],
+)
+def test_no_scheme_is_named_that_makes_no_such_file(
+    tmp_path: Path, file_type: int | None, forms: tuple[str, ...], scheme: str | None
+) -> None:
+    """llama_ftype has 2 for mostly Q4_0, of which llama-quantize makes some matrices in other types; 8 for Q5_0."""
+    metadata, tensors = gguf_files.llama(tmp_path / "llama")
+    numbers = {form.name: number for number, form in FORMATS.items()}
+    for form, part in zip(forms, ("attn_q", "ffn_up"), strict=False):
+        shape = tensors[f"blk.0.{part}.weight"][0]
+        size = shape[0] * shape[1] // 32 * FORMATS[numbers[form]].size
+        tensors[f"blk.0.{part}.weight"] = shape, numbers[form], bytes(size)
+    if file_type is not None:
+        metadata["general.file_type"] = file_type
+    (tmp_path / "llama.gguf").write_bytes(gguf_files.file(metadata, tensors))
+    (note,) = (note for note in open_checkpoint(tmp_path / "llama.gguf").notes() if "codes of GGUF" in note)
+    end = f"--scheme {scheme}` makes such anew." if scheme else "There is no way back to those codes."
+    assert note.endswith(end)
+
+
 def test_a_conversion_needs_no_reference_and_exports_are_those_of_the_values(tmp_path: Path) -> None:
     metadata, tensors = gguf_files.llama(tmp_path / "published")
     for name, (shape, _, data) in tensors.items():
         if name.startswith("blk.") and len(shape) == 2:
             tensor = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).view(shape)
             tensors[name] = gguf_files.q8_0(tensor)[0]
+    metadata["general.file_type"] = 7
     (tmp_path / "llama.gguf").write_bytes(gguf_files.file(metadata, tensors))
     said = describe(open_checkpoint(tmp_path / "llama.gguf"))
     of_model = [data for name, (_, _, data) in tensors.items() if name != "rope_freqs.weight"]

@@ -27,10 +27,10 @@ from training import contents
 
 from precisionctl import errors, signals
 from precisionctl.checkpoints import open as opening
+from precisionctl.checkpoints.gguf.file_types import FILE_TYPES, GgufType
 from precisionctl.cli import main
 from precisionctl.cli.options import EngineName, Size
 from precisionctl.conversion import estimate, worker
-from precisionctl.export.gguf.gguf_plan import FILE_TYPES, GgufType
 from precisionctl.export.mlx_plan import MlxScheme
 from precisionctl.quant_methods.base import SCHEMES, Scheme
 

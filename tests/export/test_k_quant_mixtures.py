@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from precisionctl.export.gguf.k_quant_mixtures import MIXTURES, types_in_mixture
+from precisionctl.checkpoints.gguf.file_types import FILE_TYPES, MIXTURES, scheme_of
+from precisionctl.export.gguf.k_quant_mixtures import types_in_mixture
 
 
 def metadata(architecture: str = "llama", layers: int = 32, **more: int) -> dict[str, Any]:
@@ -82,6 +83,15 @@ def test_an_embedding_that_is_the_output_layer_has_its_type() -> None:
 def test_rows_that_are_no_blocks_of_256_have_a_type_of_32(columns: int, mixture: Any, expected: str) -> None:
     types = types_in_mixture(mixture, metadata(), shapes(32, columns))
     assert types["blk.5.attn_q.weight"] == expected
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize("columns", [512, 96])
+@pytest.mark.parametrize("more", [{}, {"expert_count": 8}])
+def test_a_file_of_a_mixture_names_its_scheme(mixture: Any, columns: int, more: dict[str, int]) -> None:
+    types = types_in_mixture(mixture, metadata(**more), shapes(32, columns))
+    assert scheme_of(FILE_TYPES[mixture], {*types.values()}) == mixture
+    assert scheme_of(FILE_TYPES[mixture], {*types.values(), "Q3_K"}) is None
 
 
 def test_eight_experts_have_more_bits_in_attention_whatever_the_mixture() -> None:

@@ -14,8 +14,8 @@ import torch
 from gguf_files import export, source
 from gguf_tokenizers import SIZE, byte_level
 
+from precisionctl.checkpoints.gguf.file_types import MIXTURES
 from precisionctl.export.gguf.gguf_pretokenizers import QWEN2
-from precisionctl.export.gguf.k_quant_mixtures import MIXTURES
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256}
 """Rows that are whole blocks; those of the models of `pico` have fewer values."""

@@ -24,6 +24,7 @@ from precisionctl.checkpoints.chunks import Chunk
 from precisionctl.checkpoints.gguf.described_model import check_same, model_of_file
 from precisionctl.checkpoints.gguf.families import FAMILIES, model_type_of
 from precisionctl.checkpoints.gguf.family import GgufFamily
+from precisionctl.checkpoints.gguf.file_types import scheme_of
 from precisionctl.checkpoints.gguf.head import GgufHead, read_head
 from precisionctl.checkpoints.gguf.metadata import TOKEN_IDS, Described
 from precisionctl.checkpoints.gguf.rotary_tensors import ROTARY_TENSORS
@@ -34,7 +35,6 @@ from precisionctl.checkpoints.hf_directory.config_json import GENERATION, is_tok
 from precisionctl.checkpoints.hf_directory.huggingface_files import file_format_of
 from precisionctl.codes.elements import Cast
 from precisionctl.codes.encoding import Encoding
-from precisionctl.codes.ggml_blocks import ENCODED
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, UnknownFormat, at, shown
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model.model_shape import ModelShape
@@ -45,8 +45,6 @@ from precisionctl.untrusted.safe_json import parse_json
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _MOST_FILES = 10_000
-_IN_PLACE = {"Q5_0", "Q5_1"}
-"""Types that are written in the place of K-quants alone."""
 _NAMED = ("bos", "eos", "pad")
 """The tokens that config.json names."""
 
@@ -99,11 +97,9 @@ class GgufReader:
 
     def notes(self) -> Iterator[str]:
         if self.coded:
-            back = NO_WAY_BACK
-            in_k_quants = any(name.endswith("_K") for name in self.coded)
-            if ENCODED.keys() >= {*self.coded} and (in_k_quants or not {*self.coded} & _IN_PLACE):
-                scheme = "q4_k_m`, or a mixture like it," if in_k_quants else f"{' or '.join(self.coded).lower()}`"
-                back = f"`export-inference --target llama.cpp --scheme {scheme} makes such anew."
+            scheme = scheme_of(self.metadata.get("general.file_type"), {*self.coded})
+            command = f"`export-inference --target llama.cpp --scheme {scheme}`"
+            back = f"{command} makes such anew." if scheme else NO_WAY_BACK
             yield f"Weights were {self.words}. {back}"
         yield from self._ended_otherwise()
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from precisionctl.architectures.param_map import filled
 from precisionctl.checkpoints.gguf.families import FAMILIES
 from precisionctl.checkpoints.gguf.family import GgufFamily
+from precisionctl.checkpoints.gguf.file_types import FILE_TYPES, MIXTURES, GgufType, Mixture, ValuesType
 from precisionctl.checkpoints.gguf.writer import layer_and_name
 from precisionctl.checkpoints.hf_directory.config_json import config_dtype
 from precisionctl.checkpoints.hf_directory.fused_experts import stacked
@@ -20,32 +20,10 @@ from precisionctl.codes.row_factors import RowFactors
 from precisionctl.dtypes import DType
 from precisionctl.errors import UnmappedTensor
 from precisionctl.export.changed_parts import jobs_in_format
-from precisionctl.export.gguf.k_quant_mixtures import MIXTURES, Mixture, types_in_mixture
+from precisionctl.export.gguf.k_quant_mixtures import types_in_mixture
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import TensorSpec, shared_spec, stack_and_slice
 from precisionctl.planning.plan import Job, Plan
-
-ValuesType = Literal["bf16", "f16"]
-"""The type of matrices that are values."""
-
-GgufType = Literal["bf16", "f16", "q8_0", Mixture, "q4_0", "mxfp4", "nvfp4"]
-"""The type of a file's matrices, as `--scheme` has it. With `mxfp4` and `nvfp4` those that are such codes in the source
-keep these, and others are BF16."""
-
-FILE_TYPES: Mapping[GgufType, int] = {
-    "bf16": 32,
-    "f16": 1,
-    "q8_0": 7,
-    "q6_k": 18,
-    "q5_k_m": 17,
-    "q5_k_s": 16,
-    "q4_k_m": 15,
-    "q4_k_s": 14,
-    "q4_0": 2,
-    "mxfp4": 38,
-    "nvfp4": 39,
-}
-"""`general.file_type` (enum llama_ftype), which says what most of a file's tensors are."""
 
 _STORED: Mapping[GgufType, DType | GgmlBlocks] = {
     "bf16": DType.bfloat16,

@@ -12,16 +12,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
+from precisionctl.checkpoints.gguf.file_types import IN_FEWER_VALUES, Mixture
 from precisionctl.checkpoints.gguf.metadata_bytes import Metadata
 from precisionctl.checkpoints.gguf.writer import layer_and_name
 from precisionctl.codes.ggml_formats import named
-
-Mixture = Literal["q6_k", "q5_k_m", "q5_k_s", "q4_k_m", "q4_k_s"]
-"""A mixture, as `--scheme` has it."""
-
-MIXTURES: tuple[Mixture, ...] = get_args(Mixture)
 
 _KEPT = re.compile(
     r"_norm\.weight|ffn_gate_inp\.weight|^position_embd\.|per_layer_model_proj|ssm_conv1d|shortconv\.conv\.weight"
@@ -38,9 +34,6 @@ _CATEGORIES = {
     "down": re.compile(r".*ffn_down.*"),
 }
 """What tensors are, by their names, as far as a mixture asks for it."""
-
-_IN_FEWER_VALUES = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-"""The types of rows that are no whole blocks of 256 values."""
 
 
 def types_in_mixture(mixture: Mixture, metadata: Metadata, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
@@ -81,7 +74,7 @@ def _category(name: str) -> str | None:
 def _fitting(type_: str, columns: int) -> str:
     """The type, or the one that takes its place in rows of so many values."""
     if columns % named(type_).values:
-        type_ = _IN_FEWER_VALUES.get(type_, type_)
+        type_ = IN_FEWER_VALUES.get(type_, type_)
     return "F16" if columns % named(type_).values else type_
 
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import read_values
+from precisionctl.checkpoints.gguf.file_types import ValuesType
 from precisionctl.checkpoints.gguf.towers.tower import Tower, TowerRow
 from precisionctl.checkpoints.tensor_changes import TensorChange
 from precisionctl.dtypes import DType
 from precisionctl.export.changed_parts import jobs_in_format
-from precisionctl.export.gguf.gguf_plan import ValuesType
 from precisionctl.param import TensorSpec, shared_spec
 from precisionctl.planning.plan import Job, Plan
 
