@@ -169,7 +169,7 @@ HOSTILE: Hostile = {
     "a list of formats": (says(forward_dtype=["nvfp4"]), PrecisionError, "`forward_dtype` "),
     "the other format": (says(forward_dtype="mxfp4"), DamagedCheckpoint, "scales is uint8 of shape"),
     "weights to train": (says(store_master_weights=True), PrecisionError, "computes codes anew"),
-    "a word for false": (says(store_master_weights="false"), DamagedCheckpoint, "is 'false', neither true nor false"),
+    "a word for false": (says(store_master_weights="false"), DamagedCheckpoint, "is 'false', not true or false"),
 }
 
 

@@ -120,7 +120,11 @@ HOSTILE: Hostile = {
     "codes of INT8": (put("W_q", torch.ones(192, 32).char()), DamagedCheckpoint, "W_q is int8"),
     "a weight as values too": (put("weight", torch.ones(96, 128)), DamagedCheckpoint, "as values, and as codes"),
     "not said": (lambda _, said: said.clear(), DamagedCheckpoint, "does not say which"),
-    "said in a word": (lambda _, said: said.update({MODULE: "4bit"}), DamagedCheckpoint, "does not say which"),
+    "said in a word": (
+        lambda _, said: said.update({MODULE: "4bit"}),
+        DamagedCheckpoint,
+        "not an object of objects",
+    ),
     "another packing": (says(packing="4bit_u4"), PrecisionError, "packed as '4bit_u4'"),
     "a list of packings": (says(packing=["4bit_u8"]), PrecisionError, "packed as "),
     "other bits": (says(packing="8bit_u8"), DamagedCheckpoint, "W_q is uint8 of shape"),

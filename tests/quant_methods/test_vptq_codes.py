@@ -200,7 +200,17 @@ HOSTILE: Hostile = {
     "said in a word": (
         lambda _, said: said.update(config_for_layers={MODULE: "v8"}),
         DamagedCheckpoint,
-        "not say which",
+        "`config_for_layers` is not an object of objects",
+    ),
+    "a number of another module": (
+        lambda _, said: said["config_for_layers"].update(a=5),
+        DamagedCheckpoint,
+        "`config_for_layers` is not an object of objects",
+    ),
+    "a list of what is shared": (
+        lambda _, said: said.update(shared_layer_config=[1]),
+        DamagedCheckpoint,
+        "`shared_layer_config` is not an object of objects",
     ),
     "no groups": (without("group_num"), DamagedCheckpoint, "makes no sense: KeyError"),
     "many groups": (of_module_says(group_num=257), PrecisionError, "257 groups of inputs, which are not read"),
@@ -213,7 +223,7 @@ HOSTILE: Hostile = {
     "other outputs": (of_module_says(out_features=101), DamagedCheckpoint, "indices is int32 of shape"),
     "no main centroids": (of_module_says(num_centroids=[40, 0]), PrecisionError, "codebooks of .0, 16. vectors"),
     "a negative count": (of_module_says(num_centroids=[40, -1]), PrecisionError, "codebooks of .-1, 16. vectors"),
-    "a word for false": (of_module_says(enable_perm="no"), DamagedCheckpoint, "is 'no', neither true nor false"),
+    "a word for false": (of_module_says(enable_perm="no"), DamagedCheckpoint, "is 'no', not true or false"),
     "63 centroids": (of_module_says(num_centroids=[40, 63]), PrecisionError, "codebooks of .63, 16. vectors"),
     "more residuals": (of_module_says(num_res_centroids=[-1, 128]), PrecisionError, "codebooks of .64, 128. vectors"),
     "residuals of outliers": (of_module_says(num_res_centroids=[2, 16]), PrecisionError, "and others to add"),

@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from precisionctl.architectures.config_keys import is_on
 from precisionctl.checkpoints.base import NO_WAY_BACK
 from precisionctl.checkpoints.chunks import Chunk, in_pieces, whole
 from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensors
 from precisionctl.codes import numerics
 from precisionctl.codes.elements import Cast
 from precisionctl.dtypes import DType
-from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
+from precisionctl.errors import DamagedCheckpoint, PrecisionError, at, shown
 from precisionctl.param import TensorSpec
 from precisionctl.torch_when_used import torch
 
@@ -114,14 +115,9 @@ class DecodedWeights(ABC):
         return DamagedCheckpoint(what, where=where, do=do)
 
     def _switch(self, said: Mapping[str, Any], key: str, usual: bool) -> bool:
-        """A setting that is true or false; the `usual` one where it is not there, or null. Raises DamagedCheckpoint for
-        anything else, such as a string, of which every one but the empty one would be true."""
-        found = said.get(key)
-        if found is None:
-            return usual
-        if type(found) is not bool:
-            raise DamagedCheckpoint(f"`{key}` is {shown(found)}, neither true nor false", where=self._where)
-        return found
+        """A setting as `config_keys.is_on` reads it, except that null leaves it at the `usual` one, which may be on."""
+        with at(self._where):
+            return is_on({} if said.get(key) is None else said, key, usual)
 
     def _objects(self, quantization: Mapping[str, Any], key: str) -> Mapping[str, Mapping[str, Any]]:
         """The settings under a key, an object for each module or pattern; none where it is not there. Raises

@@ -57,9 +57,7 @@ class SinqCodes(DecodedWeights):
 
     def _find(self, quantization: Mapping[str, Any]) -> None:
         modules = [name.removesuffix(".W_q") for name in self._stored.specs if name.endswith(".W_q")]
-        said = quantization.get("modules", {})
-        if not isinstance(said, Mapping):
-            raise DamagedCheckpoint(f"{MODULES} is not an object of objects", where=self._where)
+        said = self._objects({MODULES: quantization.get("modules")}, MODULES)
         self.read = {name for name in self._stored.specs if name.endswith((".W_q", *_BUFFERS))}
         self._weights = {f"{module}.weight": self._scaled(module, said.get(module)) for module in modules}
         scales = (f"{module}.meta.{kind}" for module in modules for kind in ("scale", "zero"))
@@ -89,10 +87,10 @@ class SinqCodes(DecodedWeights):
         codes, steps, least = (read_tensor(self._stored, name) for name in _coded(plain))
         return (codes * steps + least).view(-1, 1)
 
-    def _scaled(self, module: str, said: Any) -> _Scaled:
+    def _scaled(self, module: str, said: Mapping[str, Any] | None) -> _Scaled:
         """What is said of a module, checked. Raises PrecisionError for codes that are not read."""
         self._check_alone(f"{module}.weight", f"{module}.W_q")
-        meta = said.get("meta") if isinstance(said, Mapping) else None
+        meta = said.get("meta") if said else None
         if not isinstance(meta, Mapping):
             what = f"{module} has codes of SINQ, and {MODULES} does not say which"
             raise DamagedCheckpoint(what, where=self._where, do="Is it beside the weights?")

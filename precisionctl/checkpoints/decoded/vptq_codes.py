@@ -67,9 +67,7 @@ class VptqCodes(DecodedWeights):
     """The weights of a directory that VPTQ has saved."""
 
     def _find(self, quantization: Mapping[str, Any]) -> None:
-        own, shared = (quantization.get(key) or {} for key in ("config_for_layers", "shared_layer_config"))
-        if not isinstance(own, Mapping) or not isinstance(shared, Mapping):
-            raise DamagedCheckpoint("`config_for_layers` is not an object of objects", where=self._where)
+        own, shared = (self._objects(quantization, key) for key in ("config_for_layers", "shared_layer_config"))
         specs = self._stored.specs
         modules = sorted(
             {name.removesuffix(f".{kind}") for name in specs for kind in _KINDS if name.endswith(f".{kind}")}
@@ -78,7 +76,7 @@ class VptqCodes(DecodedWeights):
         self.read = set[str]()
         for module in modules:
             said = own.get(module, shared.get(module.rpartition(".")[2]))
-            if not isinstance(said, Mapping):
+            if said is None:
                 what = f"{module} has codes of VPTQ, and `config_for_layers` does not say which"
                 raise DamagedCheckpoint(what, where=self._where)
             with damage(f"what `config_for_layers` says of {shown(module)} makes no sense", self._where):
