@@ -89,6 +89,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Tensor]], None], type[PrecisionctlE
     "no shape": (put("shape", None), DamagedCheckpoint, "no .*up_proj.shape for its codes"),
     "no packing": (put("packing", None), DamagedCheckpoint, "no .*up_proj.packing for its codes"),
     "another packing": (put("packing", letters("4bit_u4")), PrecisionError, "packed as '4bit_u4'"),
+    "a packing of SINQ alone": (put("packing", letters("6bit_32")), PrecisionError, "packed as '6bit_32'"),
     "a packing of numbers": (put("packing", torch.ones(7)), DamagedCheckpoint, "not up to 32 letters"),
     "a long packing": (put("packing", letters("4" * 33)), DamagedCheckpoint, "not up to 32 letters"),
     "no letters": (put("packing", letters("")), DamagedCheckpoint, "not up to 32 letters"),

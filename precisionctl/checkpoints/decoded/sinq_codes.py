@@ -31,6 +31,8 @@ METHOD = "sinq"
 MODULES = "model.safetensors.index.json.meta.json"
 """The file in which sinq says of each module how its weight is coded. It may write nothing into config.json."""
 
+_PACKINGS = {**PACKINGS, "6bit_32": (6, 5, DType.int32), "5bit_32": (5, 6, DType.int32)}
+"""HQQ's, and two of SINQ's own."""
 _TABLES = ("nf3", "nf4")
 """In the name of a method: codes are numbers of a table, and not themselves."""
 _OF_CODES = ("x", "s", "m")
@@ -96,7 +98,7 @@ class SinqCodes(DecodedWeights):
             raise DamagedCheckpoint(what, where=self._where, do="Is it beside the weights?")
         method, packing, computed = (str(meta.get(key)) for key in ("method", "packing", "compute_dtype"))
         as_float, of_table = self._switch(meta, "view_as_float", False), any(each in method.lower() for each in _TABLES)
-        if as_float or of_table or packing not in PACKINGS:
+        if as_float or of_table or packing not in _PACKINGS:
             what = f"codes of SINQ packed as {shown(packing)} by {shown(method)}, as those of {module}"
             raise self._unread(f"{what}, which are not read")
         if (dtype := computed.removeprefix("torch.")) not in map(str, FLOATS):
@@ -107,7 +109,7 @@ class SinqCodes(DecodedWeights):
                 raise ValueError(f"codes of [{out}, {inputs}] in groups of {group} along axis {axis}")
         if len(self._present(f"{module}.meta.scale2").shape) == 3:
             raise self._unread(f"codes of SINQ in square tiles, as those of {module}")
-        bits, in_word, word = PACKINGS[packing]
+        bits, in_word, word = _PACKINGS[packing]
         packed = StackedRows(f"{module}.W_q", out * inputs // group, group, bits, in_word, from_high=True)
         self._check(packed.name, (packed.held, group), word)
         self._check(f"{module}.meta.scale2", (1, inputs), *FLOATS)

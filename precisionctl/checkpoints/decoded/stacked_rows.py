@@ -16,14 +16,12 @@ if TYPE_CHECKING:
 
 PACKINGS: Mapping[str, tuple[int, int, DType]] = {
     "8bit_u8": (8, 1, DType.uint8),
-    "6bit_32": (6, 5, DType.int32),
-    "5bit_32": (5, 6, DType.int32),
     "4bit_u8": (4, 2, DType.uint8),
     "3bit_32": (3, 10, DType.int32),
     "2bit_u8": (2, 4, DType.uint8),
     "1bit_u8": (1, 8, DType.uint8),
 }
-"""The bits of a code, how many codes a word has, and its dtype, by HQQ's names. Those of 5 and 6 bits are SINQ's."""
+"""The bits of a code, how many codes a word has, and its dtype, by HQQ's names."""
 
 
 @dataclass(frozen=True)
