@@ -80,7 +80,10 @@ class ValueChange:
     """The base of those that move single values, or compute; most do so with small tensors, and keep their shape."""
 
     moves_rows: ClassVar[bool] = False
-    computes: ClassVar[bool] = False
+
+    @property
+    def computes(self) -> bool:
+        return False
 
     def alone(self, model: ModelShape) -> int:
         return 1
@@ -317,10 +320,12 @@ class LatentKeysValues(ValueChange):
 class Both(ValueChange):
     """One change of small tensors, then another one."""
 
-    computes: ClassVar[bool] = True
-
     first: TensorChange
     second: TensorChange
+
+    @property
+    def computes(self) -> bool:
+        return self.first.computes or self.second.computes
 
     def to_parts(self, values: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
         (between,) = self.first.to_parts(values, model)

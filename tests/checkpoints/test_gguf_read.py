@@ -34,6 +34,7 @@ from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.gguf.metadata_keys import read_each
 from precisionctl.checkpoints.hf_directory.companions import read_companions
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.tensor_changes import DECAY, KERNEL, KERNEL_IN_FOUR, VECTOR_AS_COLUMN, Both
 from precisionctl.codes.ggml_formats import FORMATS, UNREAD
 from precisionctl.commands.request import Request
 from precisionctl.errors import (
@@ -172,6 +173,12 @@ def test_verify_names_the_types_of_codes_that_are_not_made_here(tmp_path: Path) 
     names = (f"model.layers.0.{module}.weight" for module in ("self_attn.q_proj", "mlp.up_proj"))
     assert differing == dict.fromkeys(names, ("differs", "bfloat16 / Q4_1"))
     assert ("encodings of GGUF", "Q4_1 of B") in [(each.topic, each.what) for each in found.not_compared]
+
+
+def test_two_changes_compute_in_fp32_where_one_of_them_does() -> None:
+    """A tensor in F16 whose values only move is one in FP16."""
+    assert not Both(KERNEL, KERNEL_IN_FOUR).computes
+    assert Both(DECAY, VECTOR_AS_COLUMN).computes and Both(VECTOR_AS_COLUMN, DECAY).computes
 
 
 @pytest.mark.parametrize(
