@@ -24,31 +24,26 @@ if TYPE_CHECKING:
 
 _KINDS = ("codes", "codebooks", "scales")
 _WORDS: Mapping[DType, int] = {DType.int8: 8, DType.int16: 16, DType.int32: 32}
-_MOST_NUMBERS = 1 << 24
-"""Numbers of a weight's codebooks, which are in memory while it is read. Published ones have 2^19."""
 
 
 class AqlmCodes(DecodedWeights):
     """The weights of a directory that AQLM has saved."""
 
     def _find(self, quantization: Mapping[str, Any]) -> None:
-        modules = {
-            module for name in self._stored.specs for module, _, kind in (name.rpartition("."),) if kind in _KINDS
-        }
-        self.shapes = {f"{module}.weight": self._shape(module) for module in sorted(modules)}
+        modules = self._modules_with(*_KINDS)
+        self.shapes = {f"{module}.weight": self._shape(module) for module in modules}
         self.read = {f"{module}.{kind}" for module in modules for kind in _KINDS}
         books = {self._stored.specs[f"{module}.codebooks"].shape[:2] for module in modules}
         self.kinds = {f"{count}x{size.bit_length() - 1}-bit codes" for count, size in books}
-        self._last: tuple[str, Tensor] | None = None
 
     def _values(self, name: str, row: int, rows: int) -> tuple[Tensor, str]:
         module = name.removesuffix(".weight")
-        vectors = Box(0, self._stored.specs[f"{module}.codes"].rows, 0, self._books(module).shape[2])
+        vectors = Box(0, self._stored.specs[f"{module}.codes"].rows, 0, self._once(module, self._books).shape[2])
         return torch.cat([self._of_vectors(module, cut) for cut in vectors.run(row, rows)]), f"{module}.scales"
 
     def _of_vectors(self, module: str, cut: Box) -> Tensor:
         """Rows of the weight: of rows of vectors, the outputs that are in the columns of a box."""
-        books = self._books(module)[:, :, cut.column : cut.column + cut.columns]
+        books = self._once(module, self._books)[:, :, cut.column : cut.column + cut.columns]
         codes = read_rows(self._stored, f"{module}.codes", cut.row, cut.rows).view(-1, len(books))
         sums = torch.zeros(len(codes), *books.shape[2:])
         for book, column in zip(books, codes.t(), strict=True):
@@ -59,10 +54,8 @@ class AqlmCodes(DecodedWeights):
 
     def _books(self, module: str) -> Tensor:
         """A module's codebooks, FP32."""
-        if self._last is None or self._last[0] != module:
-            spec = self._stored.specs[f"{module}.codebooks"]
-            self._last = module, read_tensor(self._stored, f"{module}.codebooks").float().view(spec.shape)
-        return self._last[1]
+        shape = self._stored.specs[f"{module}.codebooks"].shape
+        return read_tensor(self._stored, f"{module}.codebooks").float().view(shape)
 
     def _shape(self, module: str) -> tuple[int, int]:
         """The shape of a weight, `[out, in]`. Raises DamagedCheckpoint for tensors that are no codes of it."""
@@ -74,7 +67,6 @@ class AqlmCodes(DecodedWeights):
         if not fits or size & size - 1 or size.bit_length() > _WORDS[codes.dtype] + 1:
             there = f"{codes.stored_dtype} of shape {shown(codes.shape)}, beside codebooks in {books.stored_dtype}"
             raise self._damaged(f"{module}.codes", f"{module}.codes is {there} of shape {shown(books.shape)}")
-        if books.rows * books.columns > _MOST_NUMBERS:
-            raise self._unread(f"{module}.codebooks has {books.rows * books.columns:,} numbers, which are not read")
+        self._check_small(f"{module}.codebooks")
         self._check(f"{module}.scales", (codes.rows, 1, 1, 1), books.dtype)
         return codes.rows * books.shape[2], codes.shape[1] * books.shape[3]

@@ -6,9 +6,9 @@ There is no way back to such codes. A new kind is a subclass in this folder, and
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from precisionctl.architectures.config_keys import is_on
 from precisionctl.checkpoints.base import NO_WAY_BACK
@@ -30,6 +30,11 @@ FROM_THE_RELEASE = "Let the tool that made them decode them, or start from the r
 PIECE = 1 << 20
 """Values that are decoded at once, for which several times as much memory is needed."""
 
+_MOST_NUMBERS = 1 << 24
+"""Numbers of a module's codebooks, which are in memory while its weight is read. Published ones have up to 2^20."""
+
+_Made = TypeVar("_Made")
+
 
 class DecodedWeights(ABC):
     """The coded weights among the `stored` tensors of a directory with this config.json.
@@ -49,6 +54,7 @@ class DecodedWeights(ABC):
 
     def __init__(self, stored: StoredTensors, config: Mapping[str, Any], where: object) -> None:
         self._stored, self._config, self._where = stored, config, where
+        self._kept: tuple[str, Any] | None = None
         quantization = config["quantization_config"]
         self.method: str = quantization["quant_method"]
         self._find(quantization)
@@ -83,6 +89,19 @@ class DecodedWeights(ABC):
         """How the codes of a weight are made of values; None where that is not known here."""
         return None
 
+    def _once(self, name: str, make: Callable[[str], _Made]) -> _Made:
+        """What is made of a module's or weight's name, kept until another one is asked for: the rows of a weight are
+        read one after the other."""
+        if self._kept is None or self._kept[0] != name:
+            self._kept = name, make(name)
+        made: _Made = self._kept[1]
+        return made
+
+    def _modules_with(self, *kinds: str) -> list[str]:
+        """The modules that have a stored tensor of one of these kinds, `module.kind`."""
+        ends = [f".{kind}" for kind in kinds]
+        return sorted({name.removesuffix(end) for name in self._stored.specs for end in ends if name.endswith(end)})
+
     def _present(self, name: str) -> TensorSpec:
         """A stored tensor. Raises DamagedCheckpoint if it is not there."""
         if name not in self._stored.specs:
@@ -95,6 +114,12 @@ class DecodedWeights(ABC):
         if spec.shape != shape or spec.dtype not in dtypes:
             wanted = f"{' or '.join(map(str, dtypes))} of {shown(shape)}"
             raise self._damaged(name, f"{name} is {spec.stored_dtype} of shape {shown(spec.shape)}, not {wanted}")
+
+    def _check_small(self, name: str) -> None:
+        """Raise PrecisionError for codebooks of more numbers than are kept in memory."""
+        spec = self._stored.specs[name]
+        if spec.rows * spec.columns > _MOST_NUMBERS:
+            raise self._unread(f"{name} has {spec.rows * spec.columns:,} numbers, which are not read")
 
     def _check_alone(self, weight: str, codes: str) -> None:
         """Raise DamagedCheckpoint for a weight that is there as values, beside its codes."""

@@ -55,7 +55,6 @@ class BitNetCodes(DecodedWeights):
         self.shapes = {name: _shape(specs[name]) for name in scales}
         self.read = {*scales, *scales.values()}
         self.kinds = {"ternary codes"}
-        self._last: tuple[str, Tensor] | None = None
 
     def _values(self, name: str, row: int, rows: int) -> tuple[Tensor, str]:
         if self._stored.specs[name].dtype == DType.uint8:
@@ -66,7 +65,7 @@ class BitNetCodes(DecodedWeights):
     def _unpacked(self, name: str, row: int, rows: int) -> list[Tensor]:
         """Values of rows, in runs of those that are in the same two bits."""
         held, runs = self._stored.specs[name].rows, []
-        values = self._of_bytes(name)
+        values = self._once(name, self._of_bytes)
         for quarter in range(row // held, (row + rows - 1) // held + 1):
             first, stop = max(row - quarter * held, 0), min(row + rows - quarter * held, held)
             packed = read_rows(self._stored, name, first, stop - first)
@@ -75,12 +74,10 @@ class BitNetCodes(DecodedWeights):
 
     def _of_bytes(self, name: str) -> Tensor:
         """The values of all bytes, BF16 `[4, 256]`, of each of their codes."""
-        if self._last is None or self._last[0] != name:
-            scale, numbers = self._scale(name), torch.arange(-1.0, 3.0)
-            values = (numbers * scale if self._multiplies else numbers / scale).bfloat16()
-            shifts = torch.arange(_IN_BYTE).unsqueeze(1) * 2
-            self._last = name, values[torch.arange(256).unsqueeze(0) >> shifts & 3]
-        return self._last[1]
+        scale, numbers = self._scale(name), torch.arange(-1.0, 3.0)
+        values = (numbers * scale if self._multiplies else numbers / scale).bfloat16()
+        shifts = torch.arange(_IN_BYTE).unsqueeze(1) * 2
+        return values[torch.arange(256).unsqueeze(0) >> shifts & 3]
 
     def _scale(self, name: str) -> Tensor:
         scale = read_tensor(self._stored, f"{name}_scale").bfloat16().float()

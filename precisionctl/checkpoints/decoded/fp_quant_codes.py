@@ -66,7 +66,6 @@ class FPQuantCodes(DecodedWeights):
         if self._switch(quantization, "store_master_weights", False):
             raise self._unread("weights to train, of which the model computes codes anew (`store_master_weights`)")
         self._format = _FORMATS[said]
-        self._last: tuple[str, Tensor, Tensor | None] | None = None
         kinds = {name: name.rpartition(".")[2] for name in specs}
         # transformers leaves tensors of nothing where it has loaded and saved again
         of_nothing = {name for name, kind in kinds.items() if kind in _CODES and specs[name].shape == (0,)}
@@ -84,7 +83,7 @@ class FPQuantCodes(DecodedWeights):
 
     def _values(self, name: str, row: int, rows: int) -> tuple[Tensor, str]:
         module, columns = name.removesuffix(".weight"), self.specs[name].columns
-        matrix, divisor = self._back(module)
+        matrix, divisor = self._once(module, self._back)
         if divisor is None:
             values, scales_at = read_rows(self._stored, f"{module}.dqweight", row, rows).double(), f"{module}.dqweight"
         else:
@@ -105,18 +104,16 @@ class FPQuantCodes(DecodedWeights):
     def _back(self, module: str) -> tuple[Tensor, Tensor | None]:
         """What rotates a module's values back, FP64 `[n, n]`, and the global scale of its codes; None if they are no
         codes."""
-        if self._last is None or self._last[0] != module:
-            divisor = None
-            if module in self._of_bytes:
-                name = f"{module}.{_GLOBAL}"
-                divisor = self._checked_scales(name, read_tensor(self._stored, name).double(), over=True)
-            matrix = read_tensor(self._stored, f"{module}.{_MATRIX}").double().t().contiguous()
-            beyond = (matrix.t().matmul(matrix) - torch.eye(len(matrix), dtype=matrix.dtype)).abs()
-            if not bool((beyond <= _AS_GOOD_AS_ORTHOGONAL).all()):
-                what = f"{module}.{_MATRIX} is no rotation: its rows are not orthogonal, or not of length 1"
-                raise self._damaged(f"{module}.{_MATRIX}", what)
-            self._last = module, matrix, divisor
-        return self._last[1:]
+        divisor = None
+        if module in self._of_bytes:
+            name = f"{module}.{_GLOBAL}"
+            divisor = self._checked_scales(name, read_tensor(self._stored, name).double(), over=True)
+        matrix = read_tensor(self._stored, f"{module}.{_MATRIX}").double().t().contiguous()
+        beyond = (matrix.t().matmul(matrix) - torch.eye(len(matrix), dtype=matrix.dtype)).abs()
+        if not bool((beyond <= _AS_GOOD_AS_ORTHOGONAL).all()):
+            what = f"{module}.{_MATRIX} is no rotation: its rows are not orthogonal, or not of length 1"
+            raise self._damaged(f"{module}.{_MATRIX}", what)
+        return matrix, divisor
 
     def _shape(self, module: str, of_nothing: Set[str]) -> tuple[int, int]:
         """The shape of a weight, `[out, in]`. Raises DamagedCheckpoint for tensors that are no codes of it."""

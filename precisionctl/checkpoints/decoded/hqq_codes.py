@@ -58,8 +58,7 @@ class HqqCodes(DecodedWeights):
     """The weights of a directory with HQQ's modules in safetensors."""
 
     def _find(self, quantization: Mapping[str, Any]) -> None:
-        specs = self._stored.specs
-        modules = [name.removesuffix(".W_q") for name in specs if name.endswith(".W_q")]
+        modules = self._modules_with("W_q")
         self._weights = {f"{module}.weight": self._grouped(module) for module in modules}
         self.shapes = {name: grouped.shape for name, grouped in self._weights.items()}
         kinds = ("W_q", "scale", "zero", *_SETTINGS)

@@ -58,7 +58,7 @@ class SinqCodes(DecodedWeights):
     """The weights of a directory that SINQ has saved."""
 
     def _find(self, quantization: Mapping[str, Any]) -> None:
-        modules = [name.removesuffix(".W_q") for name in self._stored.specs if name.endswith(".W_q")]
+        modules = self._modules_with("W_q")
         said = self._objects({MODULES: quantization.get("modules")}, MODULES)
         self.read = {name for name in self._stored.specs if name.endswith((".W_q", *_BUFFERS))}
         self._weights = {f"{module}.weight": self._scaled(module, said.get(module)) for module in modules}
@@ -67,20 +67,21 @@ class SinqCodes(DecodedWeights):
         self.read |= {f"{module}.meta.scale2" for module in modules}
         self.shapes = {name: scaled.shape for name, scaled in self._weights.items()}
         self.kinds = {f"{scaled.packed.bits}-bit integers" for scaled in self._weights.values()}
-        self._last: tuple[str, tuple[Tensor, Tensor, Tensor]] | None = None
 
     def _values(self, name: str, row: int, rows: int) -> tuple[Tensor, str]:
         scaled, module = self._weights[name], name.removesuffix(".weight")
-        if self._last is None or self._last[0] != name:
-            scales, zeros = (self._of_rows(module, kind) for kind in ("scale", "zero"))
-            self._last = name, (scales, zeros, read_tensor(self._stored, f"{module}.meta.scale2").view(1, -1))
-        scales, zeros, of_inputs = self._last[1]
+        scales, zeros, of_inputs = self._once(module, self._all_scales)
         boxes, parts = scaled.packed.whole.run(row * scaled.shape[1], rows * scaled.shape[1]), []
         for box in boxes:
             codes, here = scaled.packed.codes(self._stored, box, scaled.dtype.torch), slice(box.row, box.row + box.rows)
             parts.append(((codes - zeros[here]) * scales[here]).view(-1))
         values = torch.cat(parts).view(rows, -1) * of_inputs
         return values.to(scaled.dtype.torch), f"{module}.meta.scale"
+
+    def _all_scales(self, module: str) -> tuple[Tensor, Tensor, Tensor]:
+        """The scales and zero points of a module's groups, `[n, 1]`, and the scales of its inputs, `[1, in]`."""
+        scales, zeros = (self._of_rows(module, kind) for kind in ("scale", "zero"))
+        return scales, zeros, read_tensor(self._stored, f"{module}.meta.scale2").view(1, -1)
 
     def _of_rows(self, module: str, kind: str) -> Tensor:
         """The scales or zero points of a module, `[n, 1]`."""

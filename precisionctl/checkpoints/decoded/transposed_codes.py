@@ -137,10 +137,9 @@ class TransposedCodes(DecodedWeights):
 
     def _find(self, quantization: Mapping[str, Any]) -> None:
         self._words = self._layout(quantization)
-        found = [name.removesuffix(".qweight") for name in self._stored.specs if name.endswith(".qweight")]
         ordered = any(name.endswith(".g_idx") for name in self._stored.specs)
         self._ordered = bool(quantization.get("desc_act")) or ordered
-        self._modules = {f"{name}.weight": self._module(name) for name in found}
+        self._modules = {f"{name}.weight": self._module(name) for name in self._modules_with("qweight")}
         self.shapes = {name: (module.out, module.inputs) for name, module in self._modules.items()}
         self.kinds = {f"{module.bits}-bit integers" for module in self._modules.values()}
         kinds = ("qweight", "qzeros", "scales", "g_idx")

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 _KINDS = ("indices", "centroids.weight", "res_centroids.weight", "outlier_indices", "outlier_centroids.weight")
 _OF_INPUTS = ("weight_scale", "weight_bias")
-_MOST_NUMBERS = 1 << 24
-"""Numbers of a codebook, which is in memory while a weight is read. Published ones have 2^20."""
 _MOST_GROUPS = 256
 """Groups of a weight, of which each takes a step of its own for the same rows. Published weights have one."""
 
@@ -68,13 +66,9 @@ class VptqCodes(DecodedWeights):
 
     def _find(self, quantization: Mapping[str, Any]) -> None:
         own, shared = (self._objects(quantization, key) for key in ("config_for_layers", "shared_layer_config"))
-        specs = self._stored.specs
-        modules = sorted(
-            {name.removesuffix(f".{kind}") for name in specs for kind in _KINDS if name.endswith(f".{kind}")}
-        )
         self._modules: dict[str, _Vectors] = {}
         self.read = set[str]()
-        for module in modules:
+        for module in self._modules_with(*_KINDS):
             said = own.get(module, shared.get(module.rpartition(".")[2]))
             if said is None:
                 what = f"{module} has codes of VPTQ, and `config_for_layers` does not say which"
@@ -84,11 +78,10 @@ class VptqCodes(DecodedWeights):
             self._check_tensors(module, self._modules[module])
         self.shapes = {f"{module}.weight": (each.out, each.columns) for module, each in self._modules.items()}
         self.kinds = {f"vectors of {each.length} outputs" for each in self._modules.values()}
-        self._last: tuple[str, dict[str, Tensor]] | None = None
 
     def _values(self, name: str, row: int, rows: int) -> tuple[Tensor, str]:
         module = name.removesuffix(".weight")
-        each, books = self._modules[module], self._books(module)
+        each, books = self._modules[module], self._once(module, self._books)
         parts = []
         if each.outliers:
             cuts = self._cuts(module, "outlier_indices", each.outlier_length, row, rows)
@@ -109,7 +102,7 @@ class VptqCodes(DecodedWeights):
 
     def _group(self, module: str, group: int, cut: Box) -> Tensor:
         """Rows of the inputs of a group, `[rows, inputs]`."""
-        each, books = self._modules[module], self._books(module)
+        each, books = self._modules[module], self._once(module, self._books)
         wide = -(-each.inputs * each.bits // 32)
         here = Box(group, 1, cut.row * wide, cut.rows * wide)
         codes = _unpacked(read_box(self._stored, f"{module}.indices", here).view(-1, wide), each.bits, each.inputs)
@@ -121,7 +114,7 @@ class VptqCodes(DecodedWeights):
 
     def _outliers(self, module: str, cut: Box) -> Tensor:
         """Rows of the outliers, `[rows, outliers]`. Raises DamagedCheckpoint for an index of none."""
-        each, books = self._modules[module], self._books(module)
+        each, books = self._modules[module], self._once(module, self._books)
         here = Box(0, 1, cut.row * each.outliers, cut.rows * each.outliers)
         codes = read_box(self._stored, f"{module}.outlier_indices", here).view(-1, each.outliers).int() & 0xFFFF
         if int(codes.max()) >= each.outlier_count:
@@ -132,16 +125,14 @@ class VptqCodes(DecodedWeights):
     def _books(self, module: str) -> dict[str, Tensor]:
         """A module's tensors other than indices, `perm` as the place of each input. Raises DamagedCheckpoint if that is
         no order of all inputs."""
-        if self._last is None or self._last[0] != module:
-            kinds = (*_KINDS, *_OF_INPUTS, "perm")
-            there = [kind for kind in kinds if f"{module}.{kind}" in self.read and not kind.endswith("indices")]
-            books = {kind: read_tensor(self._stored, f"{module}.{kind}") for kind in there}
-            if "perm" in books:
-                found, books["perm"] = (books["perm"].view(-1).int() & 0xFFFF).sort()
-                if not torch.equal(found, torch.arange(len(found), dtype=found.dtype)):
-                    raise self._damaged(f"{module}.perm", f"{module}.perm does not have each input once")
-            self._last = module, books
-        return self._last[1]
+        kinds = (*_KINDS, *_OF_INPUTS, "perm")
+        there = [kind for kind in kinds if f"{module}.{kind}" in self.read and not kind.endswith("indices")]
+        books = {kind: read_tensor(self._stored, f"{module}.{kind}") for kind in there}
+        if "perm" in books:
+            found, books["perm"] = (books["perm"].view(-1).int() & 0xFFFF).sort()
+            if not torch.equal(found, torch.arange(len(found), dtype=found.dtype)):
+                raise self._damaged(f"{module}.perm", f"{module}.perm does not have each input once")
+        return books
 
     def _sizes(self, module: str, said: Mapping[str, Any]) -> _Vectors:
         """What the config says of a module. Raises ValueError for what makes no sense, PrecisionError for codes that
@@ -195,9 +186,8 @@ class VptqCodes(DecodedWeights):
             wanted |= {kind: ((each.columns,), floats) for kind in _OF_INPUTS}
         for kind, (shape, dtypes) in wanted.items():
             self._check(f"{module}.{kind}", shape, *dtypes)
-            spec = self._stored.specs[f"{module}.{kind}"]
-            if kind.endswith(".weight") and spec.rows * spec.columns > _MOST_NUMBERS:
-                raise self._unread(f"{module}.{kind} has {spec.rows * spec.columns:,} numbers, which are not read")
+            if kind.endswith(".weight"):
+                self._check_small(f"{module}.{kind}")
         self.read = {*self.read, *(f"{module}.{kind}" for kind in wanted)}
 
 
