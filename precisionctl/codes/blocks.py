@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from precisionctl.codes import group_scales, numerics
-from precisionctl.codes.elements import E2M1, E4M3, INT4, Element
+from precisionctl.codes.elements import E2M1, INT4, Element
 from precisionctl.codes.encoding import Encoding, GlobalScale, grid_shape
 from precisionctl.torch_when_used import torch
 
@@ -176,7 +176,7 @@ class BlockScales:
         their codes."""
         if self.global_scale is None:
             return True
-        wanted = self.amax / (E2M1.largest * E4M3.largest)
+        wanted = self.amax / group_scales.NVFP4_LARGEST
         return bool((~self.fits & (wanted > self.global_scale.times(torch.ones(())))).any())
 
     def take_global(self, amax: Tensor) -> None:

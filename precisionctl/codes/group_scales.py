@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 NVFP4_GROUP, MXFP4_GROUP, INT4_GROUP = 16, 32, 128
 """Inputs that share a scale; INT4's as in the preset W4A16, others have 32 or 64."""
 
+NVFP4_LARGEST = E2M1.largest * E4M3.largest
+"""What amax of a tensor becomes under its global scale, 2688: the largest code times the largest scale of a group."""
+
 _SMALLEST_E4M3 = 2.0**-9
 _SMALLEST_NORMAL = 2.0**-126
 
@@ -28,15 +31,16 @@ def nvfp4_global(amax: Tensor, *, divisor: bool) -> Tensor:
     """The scale of a whole tensor, or of those that share it, FP32: the multiplier `amax / 2688` of ModelOpt and
     Transformer Engine, or compressed-tensors' divisor `2688 / amax`; 1 for a tensor of zeros. One of the two is not
     the other's reciprocal, to the bit, so the one that is stored decides of everything."""
-    largest = torch.full_like(amax, E2M1.largest * E4M3.largest, dtype=torch.float32)
-    usable = torch.where(amax > 0, amax.float().clamp(min=_SMALLEST_NORMAL * E2M1.largest * E4M3.largest), largest)
+    largest = torch.full_like(amax, NVFP4_LARGEST, dtype=torch.float32)
+    usable = torch.where(amax > 0, amax.float().clamp(min=_SMALLEST_NORMAL * NVFP4_LARGEST), largest)
     return largest / usable if divisor else usable / largest
 
 
 def nvfp4_scales(amax: Tensor, global_scale: Tensor, *, divisor: bool, largest: float = E2M1.largest) -> Tensor:
     """What is stored for each group, E4M3: `amax / (6 * global)`, or for a divisor `amax / 6 * global`, rounded to
     E4M3 and at least 2^-9; 1 for zeros. FP32 throughout, as ModelOpt computes it (nvfp4_tensor.py,
-    get_weights_scaling_factor). `largest` in place of 6 is the number that amax is to become."""
+    get_weights_scaling_factor); `nvfp4_scaling` has another order of operations, TE's, which rounds otherwise.
+    `largest` in place of 6 is the number that amax is to become."""
     wanted = amax / largest * global_scale if divisor else amax / (largest * global_scale)
     stored = wanted.clamp(_SMALLEST_E4M3, E4M3.largest)
     return torch.where(amax > 0, stored, 1.0).to(torch.float8_e4m3fn)

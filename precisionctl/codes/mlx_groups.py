@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from precisionctl.codes import nibbles, numerics
 from precisionctl.codes.elements import E2M1, E4M3, INT4, INT8, CodesInRows, Element, KeptCodes
+from precisionctl.codes.group_scales import NVFP4_LARGEST
 from precisionctl.dtypes import DType
 from precisionctl.torch_when_used import torch
 
@@ -62,7 +63,7 @@ class MlxGroups(CodesInRows):
         """The largest number of which codes are made. Of larger ones MLX's own arithmetic overflows, and without a
         scale of the whole tensor NVFP4 has none."""
         if self.mode == "nvfp4":
-            return E4M3.largest * E2M1.largest
+            return NVFP4_LARGEST
         return float(torch.finfo(self.values.torch).max) / 4
 
     def parts(self, columns: int) -> dict[str, tuple[DType, int]]:

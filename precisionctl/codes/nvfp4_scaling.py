@@ -1,14 +1,15 @@
 """The cast of TE's NVFP4BlockScaling: E2M1 codes, an E4M3 scale for each block, and an FP32 scale for the tensor.
 
 Operation by operation that of TE's reference (pytorch/custom_recipes/reference_nvfp4.py, NVFP4QuantizerRef), of which
-TE's own tests ask its kernels for the same bits.
+TE's own tests ask its kernels for the same bits. Exports have ModelOpt's order of operations, which rounds otherwise
+(`codes.group_scales.nvfp4_scales`).
 """
 
 import torch
 from torch import Tensor
 
 from precisionctl.codes.elements import E2M1, E4M3
-from precisionctl.codes.group_scales import NVFP4_GROUP
+from precisionctl.codes.group_scales import NVFP4_GROUP, NVFP4_LARGEST
 from precisionctl.codes.numerics import quotient
 
 _FP32_MAX = torch.finfo(torch.float32).max
@@ -34,7 +35,7 @@ def quantize(
     blocks = filled.reshape(rows // high, high, columns // wide, wide)
     amaxes = blocks.abs().amax((1, 3)).float()
     amax = amaxes.amax() if amaxes.numel() else amaxes.new_zeros(())
-    to_all = quotient(E2M1.largest * E4M3.largest, amax).clamp(max=_FP32_MAX)
+    to_all = quotient(NVFP4_LARGEST, amax).clamp(max=_FP32_MAX)
     to_all = torch.where(to_all == 0, 1.0, to_all)  # of an infinite amax
     sixth = amax.new_tensor(E2M1.largest).reciprocal()
     scale_inv = (amaxes * (to_all * sixth)).clamp(max=E4M3.largest).to(torch.float8_e4m3fn)

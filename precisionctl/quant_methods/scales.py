@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from precisionctl.codes.elements import E2M1, E4M3
+from precisionctl.codes.elements import E4M3
+from precisionctl.codes.group_scales import NVFP4_LARGEST
 from precisionctl.param import is_slice
 
 if TYPE_CHECKING:
@@ -62,13 +63,13 @@ class Scales:
         if self.global_scale is None:
             beyond = abs(zero_point + 0.5) if self.input_zero_point else 0.0
             return amax_of(stored, self.input_largest + beyond)
-        return E4M3.largest * E2M1.largest / stored if self.divides else stored * (E4M3.largest * E2M1.largest)
+        return NVFP4_LARGEST / stored if self.divides else stored * NVFP4_LARGEST
 
     def of_input_amax(self, amax: Tensor) -> Tensor:
         """The inverse of `input_amax`, for a zero point of 0 where there is one."""
         if self.global_scale is None:
             return scale_of(amax, self.input_largest + (0.5 if self.input_zero_point else 0.0))
-        return E4M3.largest * E2M1.largest / amax if self.divides else amax / (E4M3.largest * E2M1.largest)
+        return NVFP4_LARGEST / amax if self.divides else amax / NVFP4_LARGEST
 
 
 def scale_of(amax: Tensor, largest: float = E4M3.of_amax) -> Tensor:

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 from precisionctl.checkpoints.chunks import read_rows, read_tensor
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.decoded.mlx_parts import NormPlusOne, OfHeads, WeightPart, shape_of, weights_in_parts
-from precisionctl.codes.elements import E2M1, E4M3, Cast
+from precisionctl.codes.elements import Cast
+from precisionctl.codes.group_scales import NVFP4_LARGEST
 from precisionctl.codes.mlx_groups import (
     MODES,
     MlxGroups,
@@ -158,7 +159,7 @@ class MlxCodes(DecodedWeights):
             return affine_values(codes, form.bits, scales, biases), scales_at
         by = scale_values(scales, form.mode)
         if (whole := _beside(name, "global_scale")) in self.read:
-            by *= read_tensor(self._stored, whole) / (E4M3.largest * E2M1.largest)
+            by *= read_tensor(self._stored, whole) / NVFP4_LARGEST
         return float_values(codes, form.bits, by), scales_at
 
     def _format_of(self, module: str, quantization: Mapping[str, Any]) -> _MlxFormat:

@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from precisionctl.codes import block_scaling, numerics, nvfp4_scaling
-from precisionctl.codes.elements import E2M1, E4M3, FP8
-from precisionctl.codes.group_scales import NVFP4_GROUP
+from precisionctl.codes.elements import FP8
+from precisionctl.codes.group_scales import NVFP4_GROUP, NVFP4_LARGEST
 from precisionctl.codes.numerics import BLOCK, MX_BLOCK
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError
@@ -207,7 +207,7 @@ def _nvfp4(values: Tensor, block: tuple[int, int], generator: torch.Generator | 
     """The BlockCast to NVFP4. One FP32 number stands in for both scales of a block: its product with the sums of a
     block differs from theirs by less than the order of summation does."""
     codes, scale_inv, amax = nvfp4_scaling.quantize(values, block, generator)
-    return codes, scale_inv.float() * (amax / (E2M1.largest * E4M3.largest))
+    return codes, scale_inv.float() * (amax / NVFP4_LARGEST)
 
 
 Quantizers = Mapping[Role, Quantizer]
