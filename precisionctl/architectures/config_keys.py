@@ -233,7 +233,8 @@ def as_list(
     value: object, name: str, of: str, lengths: Container[int] = range(MOST_LAYERS + 1), kinds: tuple[type, ...] = ()
 ) -> list[Any]:
     """A list of one of these lengths, and of values of these kinds, if there are any; `of` is what a message calls
-    them. Raises DamagedCheckpoint for anything else."""
+    them. Raises DamagedCheckpoint for anything else. It is not for settings of which a table knows one value alone: any
+    other, a list or not, is an UnknownArchitecture."""
     if not isinstance(value, list) or len(value) not in lengths or (kinds and {*map(type, value)} - {*kinds}):
         raise DamagedCheckpoint(f"{name} is {shown(value)}, not a list of {of}")
     return value

@@ -3,7 +3,18 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from precisionctl.architectures.config_keys import Config, Fields, Rule, as_list, is_on, layers, size, whole
+from precisionctl.architectures.config_keys import (
+    Config,
+    Fields,
+    Rule,
+    as_list,
+    as_object,
+    is_on,
+    layers,
+    section,
+    size,
+    whole,
+)
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.sizes import counted
@@ -132,13 +143,21 @@ def listed_layers(config: Config, kinds: Mapping[str, bool], key: str = "layer_t
     return [kinds[kind] for kind in listed]
 
 
+def listed_flags(value: object, key: str, number: int) -> list[bool]:
+    """What a list of 0 or 1 says of each of so many layers. Raises DamagedCheckpoint for anything else."""
+    of = f"0 or 1 for each of {counted(number, 'layer')}"
+    listed = as_list(value, key, of, (number,))
+    if any(each not in (0, 1) for each in listed):
+        raise DamagedCheckpoint(f"{key} is {shown(value)}, not a list of {of}")
+    return list(map(bool, listed))
+
+
 def sizes_by_layer(config: Config) -> dict[str, dict[str, Any]]:
     """What transformers saves of single layers that differ from the others, by their numbers, which it writes as wide
     as the largest (`01`)."""
-    said = config.get("per_layer_config")
-    if not isinstance(said, Mapping | None) or not all(isinstance(sizes, Mapping) for sizes in (said or {}).values()):
-        raise DamagedCheckpoint(f"per_layer_config is {shown(said)}, not sizes by layer")
-    return {str(layer).lstrip("0") or "0": dict(sizes) for layer, sizes in (said or {}).items()}
+    said = section(config, "per_layer_config")
+    sizes = {str(layer): as_object(own, f"per_layer_config[{layer}]") for layer, own in said.items()}
+    return {layer.lstrip("0") or "0": {**own} for layer, own in sizes.items()}
 
 
 def numbered_layers(listed: object, key: str) -> frozenset[int]:

@@ -272,8 +272,8 @@ def test_what_says_no_number_of_layers_is_an_error_in_the_file_that_it_is_in(fam
     [
         ("ernie4-5-moe", {"moe_layer_start_index": [1, 1]}, r"moe_layer_start_index is \[1, 1\], not a whole number"),
         ("glm-moe-dsa", {"indexer_types": None, "index_topk_freq": "4"}, "index_topk_freq is '4', not a whole number"),
-        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers is .*, not 0 or 1 for each of 4 layers"),
-        ("smollm3", {"no_rope_layers": ["0"] * 4}, "no_rope_layers is .*, not 0 or 1 for each of 4 layers"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers is .*, not a list of 0 or 1 for each of 4 layers"),
+        ("smollm3", {"no_rope_layers": ["0"] * 4}, "no_rope_layers is .*, not a list of 0 or 1 for each of 4 layers"),
         ("nemotron-h", {"n_groups": 2, "mamba_n_groups": 4}, "mamba_n_groups is 4 and n_groups, which is the same, 2"),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": "1"}, "max_window_layers is '1', not a whole"),
     ],

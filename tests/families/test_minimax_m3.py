@@ -147,7 +147,7 @@ def test_what_is_published_is_what_transformers_takes_it_for() -> None:
         ({"moe_layer_freq": [1, 1, 1], "mlp_layer_types": ["dense", "sparse", "sparse"]}, "say different layers"),
         ({"layer_types": ["full_attention"] * 3}, "layer_types and sparse_attention_freq say different layers"),
         ({"index_topk_blocks": 16}, "index_topk_blocks and sparse_topk_blocks differ"),
-        ({"moe_layer_freq": [0, 1]}, "moe_layer_freq is .*, not a 0 or 1 for each of 3 layers"),
+        ({"moe_layer_freq": [0, 1]}, "moe_layer_freq is .*, not a list of 0 or 1 for each of 3 layers"),
         ({"sparse_attention_config": None}, None),
         ({"sparse_attention_config": [1]}, r"sparse_attention_config is \[1\], not an object"),
     ],

@@ -120,8 +120,8 @@ def test_a_word_of_another_model_than_the_arguments_is_refused(encoded: Any, nam
     [
         (published(3, 1.0), "4 heads in groups of 3 (block_configs[1])"),
         (published(1, 1e-9), "ffn_mult is 1e-09: an MLP without channels (block_configs[1])"),
-        ({"attention": {"n_heads_in_group": 1}}, "ffn is None, not what a layer has (block_configs[1])"),
-        ([], "a block is [], not what a layer has (block_configs[1])"),
+        ({"attention": {"n_heads_in_group": 1}}, "ffn is None, not an object (block_configs[1])"),
+        ([], "a block is [], not an object (block_configs[1])"),
     ],
 )
 def test_an_error_says_of_which_layer_it_is(last: Any, named: str) -> None:

@@ -4,7 +4,7 @@ heterogeneous layers read, too (megatron/core/transformer/heterogeneous/heteroge
 from collections.abc import Mapping
 from typing import Any
 
-from precisionctl.architectures.config_keys import as_list
+from precisionctl.architectures.config_keys import as_list, as_object
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, at, shown
 from precisionctl.model.model_parts import Heterogeneous, check_size, real
 from precisionctl.model.model_shape import ModelShape
@@ -51,15 +51,12 @@ def write_blocks(model: ModelShape) -> list[dict[str, Any]]:
 
 def _parts(block: object) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """What a block says of attention and of its MLP, which Megatron-Core calls `mlp`."""
-    if not isinstance(block, Mapping):
-        raise DamagedCheckpoint(f"a block is {shown(block)}, not what a layer has")
-    names = ("attention", "mlp" if "mlp" in block and "ffn" not in block else "ffn")
-    if strange := {key: value for key, value in block.items() if value and key not in names}:
+    said = as_object(block, "a block")
+    names = ("attention", "mlp" if "mlp" in said and "ffn" not in said else "ffn")
+    if strange := {key: value for key, value in said.items() if value and key not in names}:
         raise UnknownArchitecture(f"no layer known here has {shown(strange)} beside {' and '.join(names)}")
-    for name in names:
-        if not isinstance(block.get(name), Mapping):
-            raise DamagedCheckpoint(f"{name} is {shown(block.get(name))}, not what a layer has")
-    return block[names[0]], block[names[1]]
+    attention, mlp = (as_object(said.get(name), name) for name in names)
+    return attention, mlp
 
 
 def _groups(said: Mapping[str, Any], heads: int) -> int:

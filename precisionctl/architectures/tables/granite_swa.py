@@ -11,9 +11,10 @@ from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.tables.gpt_oss import SINKS
 from precisionctl.architectures.tables.granite import OF_ALL_GRANITES
-from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_parts import real
 from precisionctl.model.model_shape import ModelShape
+from precisionctl.sizes import counted
 
 _ROPE = rope()
 _WINDOW = sliding_window(but_first_of_four, absent=128)
@@ -25,9 +26,9 @@ def _read_layers(config: keys.Config) -> keys.Fields:
     bases = config.get("layer_rope_theta")
     if bases is None:
         return fields
-    if not isinstance(bases, list) or len(bases) != keys.layers(config):
-        raise DamagedCheckpoint(f"layer_rope_theta is {shown(bases)}, not a number for each layer")
-    numbers = [real(base, "layer_rope_theta") if base else 0.0 for base in bases]
+    number = keys.layers(config)
+    listed = keys.as_list(bases, "layer_rope_theta", counted(number, "layer"), (number,))
+    numbers = [real(base, "layer_rope_theta") if base else 0.0 for base in listed]
     outside, inside = (
         {base for base, window in zip(numbers, in_window, strict=True) if base and window == kind}
         for kind in (False, True)

@@ -23,6 +23,7 @@ from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_fields import LinearGate
 from precisionctl.model.model_parts import check_size
 from precisionctl.model.model_shape import ModelShape
+from precisionctl.sizes import counted
 
 _ABSENT = {"num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128}
 """What its class takes for keys that are not there."""
@@ -64,9 +65,7 @@ def _heads(config: keys.Config, windows: list[bool]) -> tuple[int, int]:
     listed, heads = config.get(key), keys.size({**_ABSENT, **config}, "num_attention_heads")
     if listed is None:
         return heads, heads
-    if not isinstance(listed, list) or len(listed) != len(windows):
-        raise DamagedCheckpoint(f"{key} is {shown(listed)}, not a number for each layer")
-    for each in listed:
+    for each in keys.as_list(listed, key, counted(len(windows), "layer"), (len(windows),)):
         check_size(each, key)
     kinds = [{each for each, there in zip(listed, windows, strict=True) if there == kind} for kind in (True, False)]
     if any(len(kind) > 1 for kind in kinds):

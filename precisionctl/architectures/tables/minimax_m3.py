@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from precisionctl.architectures import config_keys as keys
-from precisionctl.architectures.config_layers import listed_layers
+from precisionctl.architectures.config_layers import listed_flags, listed_layers
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed
 from precisionctl.architectures.rearrangements import GAMMA, SAME
 from precisionctl.architectures.rope import rope_with_dim
@@ -101,9 +101,7 @@ def _by_layer(
     listed, number = listed_layers(config, kinds, key), keys.layers(config)
     if flags is None:
         return listed
-    if not isinstance(flags, list) or len(flags) != number or any(flag not in (0, 1) for flag in flags):
-        raise DamagedCheckpoint(f"{flags_key} is {shown(flags)}, not a 0 or 1 for each of {number} layers")
-    flagged = [bool(flag) for flag in flags]
+    flagged = listed_flags(flags, flags_key, number)
     if listed not in (None, flagged):
         raise DamagedCheckpoint(f"{key} and {flags_key} say different layers", do=f"Say {flags_key} alone.")
     return flagged

@@ -5,13 +5,11 @@ say which layers have the window.
 """
 
 from precisionctl.architectures import config_keys as keys
-from precisionctl.architectures.config_layers import sliding_window
+from precisionctl.architectures.config_layers import listed_flags, sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
-from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.model.model_shape import ModelShape
-from precisionctl.sizes import counted
 
 
 def with_rope(config: keys.Config) -> tuple[bool, ...]:
@@ -20,10 +18,7 @@ def with_rope(config: keys.Config) -> tuple[bool, ...]:
     if listed is None:
         every = keys.size(config, "no_rope_layer_interval", absent=4)
         return tuple((layer + 1) % every != 0 for layer in range(keys.layers(config)))
-    number = keys.layers(config)
-    if not isinstance(listed, list) or len(listed) != number or any(each not in (0, 1) for each in listed):
-        raise DamagedCheckpoint(f"no_rope_layers is {shown(listed)}, not 0 or 1 for each of {counted(number, 'layer')}")
-    return tuple(map(bool, listed))
+    return tuple(listed_flags(listed, "no_rope_layers", keys.layers(config)))
 
 
 def _read_rope_layers(config: keys.Config) -> keys.Fields:
