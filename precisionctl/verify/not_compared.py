@@ -43,8 +43,8 @@ LIST: Mapping[str, str] = {
     "recording": "who recorded FP8 state, and when; statistics beside it that only one side has",
     "optimizer": "the optimizer's tensors, where only one side has them, or where they are not stored by parameter",
     "run": "what belongs to a run: its step, schedule, generators, settings of the optimizer that only one side says, "
-    "that are not AdamW's or that are not those of most parameters, and those of Megatron's arguments that do not "
-    "describe the model",
+    "that are neither AdamW's nor Muon's or that are not those of most parameters, and those of Megatron's arguments "
+    "that do not describe the model",
     "files": "tokenizer, chat template and generation_config.json",
 }
 """Why something is left out, by topic."""
