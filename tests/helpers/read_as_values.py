@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import conversions
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from precisionctl.checkpoints.chunks import read_tensor
+from precisionctl.checkpoints.chunks import read_rows, read_tensor
 from precisionctl.checkpoints.decoded.methods import METHODS
 from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensors, read_header
 from precisionctl.checkpoints.open import open_checkpoint
@@ -39,6 +40,16 @@ def assert_read_as_values(
         conversions.run(source, source.parent / "megatron", "megatron", parallelism=Parallelism(2))
         assert compare(reader, open_checkpoint(source.parent / "megatron")).equal
     return notes, found
+
+
+def assert_any_cut(
+    source: Path, name: str, values: Tensor, monkeypatch: pytest.MonkeyPatch, *, piece: int = 300
+) -> None:
+    """That a weight, decoded in pieces of so many numbers, and rows of it from the 32nd on, are these values."""
+    monkeypatch.setattr("precisionctl.checkpoints.decoded.base.PIECE", piece)
+    reader, expected = open_checkpoint(source), values.bfloat16()
+    assert torch.equal(read_tensor(reader, name), expected)
+    assert torch.equal(read_rows(reader, name, 31, 34), expected[31:65])
 
 
 class Numbers(TorchDispatchMode):

@@ -8,7 +8,7 @@ import repository
 import torch
 from coded_directories import SIZES, of_module
 from hostile_codes import UP, Hostile, assert_refused, put
-from read_as_values import Numbers, assert_golden, assert_read_as_values, golden_cases
+from read_as_values import Numbers, assert_any_cut, assert_golden, assert_read_as_values, golden_cases
 from torch import Tensor
 
 from precisionctl.checkpoints.chunks import read_rows, read_tensor
@@ -70,10 +70,7 @@ def test_how_rows_are_cut_does_not_matter(
     made: tuple[Path, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor that a run of them begins within those of a vector."""
-    monkeypatch.setattr("precisionctl.checkpoints.decoded.base.PIECE", 300)
-    reader, expected = open_checkpoint(made[0]), made[1][UP].bfloat16()
-    assert torch.equal(read_tensor(reader, UP), expected)
-    assert torch.equal(read_rows(reader, UP, 31, 34), expected[31:65])
+    assert_any_cut(made[0], UP, made[1][UP], monkeypatch)
 
 
 def test_a_vector_of_all_outputs_is_not_decoded_anew_for_each_row(

@@ -8,10 +8,10 @@ import repository
 import torch
 from coded_directories import SIZES
 from hostile_codes import UP, Hostile, assert_refused, put
-from read_as_values import assert_golden, assert_read_as_values, golden_cases
+from read_as_values import assert_any_cut, assert_golden, assert_read_as_values, golden_cases
 from torch import Tensor
 
-from precisionctl.checkpoints.chunks import read_rows, read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
 
@@ -69,10 +69,7 @@ def test_how_rows_are_cut_does_not_matter(
     made: tuple[Path, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor that a run of them begins with the second of two outputs."""
-    monkeypatch.setattr("precisionctl.checkpoints.decoded.base.PIECE", 400)
-    reader, expected = open_checkpoint(made[0]), made[1][UP].bfloat16()
-    assert torch.equal(read_tensor(reader, UP), expected)
-    assert torch.equal(read_rows(reader, UP, 31, 34), expected[31:65])
+    assert_any_cut(made[0], UP, made[1][UP], monkeypatch, piece=400)
 
 
 CODES = torch.full((128, 192), 1, dtype=torch.int8)

@@ -8,10 +8,10 @@ import repository
 import torch
 from coded_directories import SIZES, of_module
 from hostile_codes import UP, Hostile, assert_refused, put, says, stray
-from read_as_values import assert_golden, assert_read_as_values, golden_cases
+from read_as_values import assert_any_cut, assert_golden, assert_read_as_values, golden_cases
 from torch import Tensor
 
-from precisionctl.checkpoints.chunks import read_rows, read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, UnmappedTensor
 
@@ -80,10 +80,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tens
 def test_how_rows_are_cut_does_not_matter(
     made: tuple[Path, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("precisionctl.checkpoints.decoded.base.PIECE", 300)
-    reader, expected = open_checkpoint(made[0]), made[1][UP].bfloat16()
-    assert torch.equal(read_tensor(reader, UP), expected)
-    assert torch.equal(read_rows(reader, UP, 31, 33), expected[31:64])
+    assert_any_cut(made[0], UP, made[1][UP], monkeypatch)
 
 
 def test_scales_may_be_filled_up_as_the_kernels_leave_them(tmp_path: Path) -> None:
