@@ -52,7 +52,18 @@ def assert_any_cut(
     assert torch.equal(read_rows(reader, name, 31, 34), expected[31:65])
 
 
-class Numbers(TorchDispatchMode):
+def assert_decoded_once(source: Path, name: str, values: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That a weight of some hundred rows, which are decoded one at a time, is these values, and that no vector of many
+    outputs is decoded anew for each of its rows."""
+    monkeypatch.setattr("precisionctl.checkpoints.decoded.base.PIECE", values.shape[1])
+    reader, expected = open_checkpoint(source), values.bfloat16()
+    read_rows(reader, name, 0, 1)  # and the codebooks
+    with _Numbers() as numbers:
+        assert torch.equal(read_tensor(reader, name), expected)
+    assert numbers.made < 40 * expected.numel()
+
+
+class _Numbers(TorchDispatchMode):
     """A context that counts the numbers that PyTorch makes."""
 
     def __init__(self) -> None:

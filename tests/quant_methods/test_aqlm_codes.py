@@ -8,11 +8,9 @@ import repository
 import torch
 from coded_directories import SIZES, of_module
 from hostile_codes import UP, Hostile, assert_refused, put
-from read_as_values import Numbers, assert_any_cut, assert_golden, assert_read_as_values, golden_cases
+from read_as_values import assert_any_cut, assert_decoded_once, assert_golden, assert_read_as_values, golden_cases
 from torch import Tensor
 
-from precisionctl.checkpoints.chunks import read_rows, read_tensor
-from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
 
 GOLDEN = repository.GOLDEN / "aqlm_codes.safetensors"
@@ -81,13 +79,7 @@ def test_a_vector_of_all_outputs_is_not_decoded_anew_for_each_row(
     values = coded_directories.make(
         tmp_path, "llama-3", said, lambda *weight: coded(*weight, 2, 8, 96, generator), lambda name: name == UP, **SIZES
     )
-    expected = values[UP].bfloat16()
-    monkeypatch.setattr("precisionctl.checkpoints.decoded.base.PIECE", 128)
-    reader = open_checkpoint(tmp_path)
-    read_rows(reader, UP, 0, 1)  # and the codebooks
-    with Numbers() as numbers:
-        assert torch.equal(read_tensor(reader, UP), expected)
-    assert numbers.made < 40 * expected.numel()
+    assert_decoded_once(tmp_path, UP, values[UP], monkeypatch)
 
 
 BOOKS = torch.ones(2, 256, 4, 8).half()

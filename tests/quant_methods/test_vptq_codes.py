@@ -11,10 +11,10 @@ import repository
 import torch
 from coded_directories import SIZES, of_module
 from hostile_codes import MODULE, UP, Change, Hostile, assert_refused, put
-from read_as_values import Numbers, assert_any_cut, assert_golden, assert_read_as_values, golden_cases
+from read_as_values import assert_any_cut, assert_decoded_once, assert_golden, assert_read_as_values, golden_cases
 from torch import Tensor
 
-from precisionctl.checkpoints.chunks import read_rows, read_tensor
+from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.hf_directory.safetensors_file import read_described
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
@@ -139,13 +139,8 @@ def test_a_vector_of_all_outputs_is_not_decoded_anew_for_each_row(
     """It would be, 96 times, where memory is for a row at a time."""
     for length in ("LENGTH", "OUTLIER_LENGTH"):
         monkeypatch.setitem(globals(), length, 96)
-    expected = make(tmp_path, 1, lambda name: name == UP)[UP].bfloat16()
-    monkeypatch.setattr("precisionctl.checkpoints.decoded.base.PIECE", 128)
-    reader = open_checkpoint(tmp_path)
-    read_rows(reader, UP, 0, 1)  # and the codebooks
-    with Numbers() as numbers:
-        assert torch.equal(read_tensor(reader, UP), expected)
-    assert numbers.made < 40 * expected.numel()
+    values = make(tmp_path, 1, lambda name: name == UP)
+    assert_decoded_once(tmp_path, UP, values[UP], monkeypatch)
 
 
 def test_settings_may_be_those_of_all_modules_of_a_name(tmp_path: Path, made: tuple[Path, dict[str, Tensor]]) -> None:
