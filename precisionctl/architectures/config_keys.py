@@ -190,12 +190,11 @@ class Reworded:
 
 def reworded(entries: Iterable[Entry], words: Mapping[str, str], published: bool) -> tuple[Entry, ...]:
     """The entries, those of them Reworded whose keys have other words."""
-
-    def one(entry: Entry) -> Entry:
+    found: list[Entry] = []
+    for entry in entries:
         own = {key: words[key] for key in entry.keys if key in words}
-        return Reworded(entry, own, published) if own else entry
-
-    return tuple(map(one, entries))
+        found.append(Reworded(entry, own, published) if own else entry)
+    return tuple(found)
 
 
 @contextmanager
@@ -286,30 +285,29 @@ def layers(config: Config, key: str = "num_hidden_layers", absent: int | None = 
     return size(config, key, MOST_LAYERS, absent)
 
 
-def _read_heads(config: Config) -> Fields:
-    number = size(config, "num_attention_heads")
-    as_many = config.get("num_key_value_heads") is None
-    said = config.get("head_dim") is not None
-    return {
-        "num_attention_heads": number,
-        "num_query_groups": number if as_many else size(config, "num_key_value_heads"),
-        "kv_channels": size(config, "head_dim") if said else size(config, "hidden_size") // number,
-    }
-
-
-def _write_heads(model: ModelShape) -> Config:
-    return {
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_query_groups,
-        "head_dim": model.kv_channels,
-    }
-
-
 def heads(**absent: int) -> Rule:
     """Heads, query groups (null: as many as heads) and the size of a head (null: hidden_size / heads). `absent` has the
     class's defaults for absent keys, if these are not null."""
-    keys = ("num_attention_heads", "num_key_value_heads", "head_dim")
-    return Rule(keys, lambda config: _read_heads({**absent, **config}), _write_heads)
+
+    def read(config: Config) -> Fields:
+        config = {**absent, **config}
+        number = size(config, "num_attention_heads")
+        as_many = config.get("num_key_value_heads") is None
+        said = config.get("head_dim") is not None
+        return {
+            "num_attention_heads": number,
+            "num_query_groups": number if as_many else size(config, "num_key_value_heads"),
+            "kv_channels": size(config, "head_dim") if said else size(config, "hidden_size") // number,
+        }
+
+    def write(model: ModelShape) -> Config:
+        return {
+            "num_attention_heads": model.num_attention_heads,
+            "num_key_value_heads": model.num_query_groups,
+            "head_dim": model.kv_channels,
+        }
+
+    return Rule(("num_attention_heads", "num_key_value_heads", "head_dim"), read, write)
 
 
 HEADS = heads()

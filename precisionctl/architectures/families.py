@@ -86,13 +86,21 @@ def read_model(config: Config, where: object = "config.json", stored: Collection
         model = from_hf_config(config, where)
         if model.wrapper:
             return in_directory(architecture_of(model.architecture), model, config, stored)
-        if stored and (head := _class_for_numbers(config)):
+        if not stored:
+            return model
+        named = config.get("architectures")
+        classes = [each for each in named if isinstance(each, str)] if isinstance(named, list) else []
+        if head := next(filter(_FOR_NUMBERS.search, classes), None):
             what = f"a model with a head for rewards or classes ({head:.60}), which gives numbers and no tokens"
             raise UnknownArchitecture(what, where=where, do=_OF_NUMBERS)
-        if within := _lacking(model, stored):
-            what = f"a bare model, as AutoModel saves it: its names lack `{within}`"
-            why = UnknownArchitecture(what, where=where, do=_OF_BARE)
-            return UntabledModel(model.architecture, config, why, within)
+        embeddings = architecture_of(model.architecture).names_of(EMBEDDING)
+        if not any(name in stored for name in embeddings):
+            # what a language model has before the names that a bare model has, such as `model.`
+            parts = (name.partition(".") for name in embeddings)
+            if within := next((f"{first}." for first, _, rest in parts if rest in stored), None):
+                what = f"a bare model, as AutoModel saves it: its names lack `{within}`"
+                why = UnknownArchitecture(what, where=where, do=_OF_BARE)
+                return UntabledModel(model.architecture, config, why, within)
         return model
     except UnknownArchitecture as why:
         text = mapping_or_empty(text_part(config))
@@ -101,22 +109,6 @@ def read_model(config: Config, where: object = "config.json", stored: Collection
             do = f"Its text model is a {kind}, which has a table: docs/foreign.md saves it alone."
             why = UnknownArchitecture(why.what, where=where, do=f"{do} {why.do}")
         return UntabledModel(str(config["model_type"]), config, why)
-
-
-def _lacking(model: ModelShape, stored: Collection[str]) -> str:
-    """What a language model has before the names that a bare model has, such as `model.`; empty if it is none."""
-    embeddings = architecture_of(model.architecture).names_of(EMBEDDING)
-    if not stored or any(name in stored for name in embeddings):
-        return ""
-    parts = (name.partition(".") for name in embeddings)
-    return next((f"{within}." for within, _, name in parts if name in stored), "")
-
-
-def _class_for_numbers(config: Config) -> str | None:
-    """The class of a config.json if it is not a language model's; None for one of those, and for none."""
-    named = config.get("architectures")
-    kinds = [kind for kind in named if isinstance(kind, str)] if isinstance(named, list) else []
-    return next(filter(_FOR_NUMBERS.search, kinds), None)
 
 
 def _is_refused(config: Config) -> bool:
@@ -150,7 +142,14 @@ def _described(config: Config) -> ModelShape:
     if not isinstance(model_type, str):
         raise DamagedCheckpoint(f"model_type is {shown(model_type)}, not a name")
     if is_wrapper(config):
-        return _in_wrapper(config)
+        text = text_config(config)
+        CAUSAL.read(config)
+        family = supported().get(text["model_type"])
+        # one whose family has other names than wrappers change has no table either
+        if family is None or not can_be_wrapped(family, wrapper := wrapper_of(config, family)):
+            what = f"no table for a `{model_type}` around a `{text['model_type']:.60}`"
+            raise UnknownArchitecture(what, do=_NO_TABLE)
+        return dataclasses.replace(_described(text), wrapper=wrapper, tied_embeddings=may_be_tied(config))
     fields: dict[str, Any] = {"architecture": model_type}
     for entry in (CAUSAL, *architecture_of(model_type).config):
         fields.update(entry.read(config))
@@ -170,18 +169,6 @@ def key_in(config: Config, field: str) -> str:
         if isinstance(said, Rule) and said.keys_of.get(field) in text:
             return said.keys_of[field]
     return field
-
-
-def _in_wrapper(config: Config) -> ModelShape:
-    """The text model of a wrapper. Raises UnknownArchitecture for one without a table, or whose family has other names
-    than wrappers change."""
-    text = text_config(config)
-    CAUSAL.read(config)
-    family = supported().get(text["model_type"])
-    if family is None or not can_be_wrapped(family, wrapper := wrapper_of(config, family)):
-        what = f"no table for a `{config['model_type']}` around a `{text['model_type']:.60}`"
-        raise UnknownArchitecture(what, do=_NO_TABLE)
-    return dataclasses.replace(_described(text), wrapper=wrapper, tied_embeddings=may_be_tied(config))
 
 
 def model_of_fields(given: Mapping[str, Any]) -> ModelShape:
@@ -254,26 +241,21 @@ def from_megatron_args(
 
 
 def models_of_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Iterator[ModelShape]:
-    """The model as one of each family that it fits: a Llama, a Yi, a Mistral without a window are the same."""
+    """The model as one of each family that it fits: a Llama, a Yi, a Mistral without a window are the same. It fits if
+    writing and reading the family's config.json gives it back."""
     model = read_megatron_args(args, padded_vocab_size, where)
     if model.moe and chooses_groups_by_nothing(model.moe):
         what = f"moe_router_group_topk={model.moe.group_topk} beside moe_router_topk={model.moe.topk}"
         do = "Megatron-Core chooses among groups by topk // group_topk of their scores, here by none."
         raise UnknownArchitecture(what, where=where, do=do)
-    for name in (*_FIRST, *sorted(supported().keys() - {*_FIRST, *_LAST}), *_LAST):
-        if (found := _as_family(model, name)) is not None:
-            yield found
-
-
-def _as_family(model: ModelShape, model_type: str) -> ModelShape | None:
-    """The same model as one of this family, if writing and reading its config.json gives it back."""
-    try:
-        told = from_hf_config(to_hf_config(dataclasses.replace(model, architecture=model_type), ""))
-        told = dataclasses.replace(told, **{field: getattr(model, field) for field in MEGATRON_ONLY})
-    except (DamagedCheckpoint, UnknownArchitecture):  # a setting or a part that the family does not have
-        return None
-    mine = model
-    if told.moe and model.moe:  # Megatron has no argument for how a group of experts is scored; families differ in it
-        mine = dataclasses.replace(model, moe=dataclasses.replace(model.moe, group_scores=told.moe.group_scores))
-    same_tensors = all(getattr(told, field) == getattr(mine, field) for field in TENSORS)
-    return told if same_tensors and not differences(told, mine) else None
+    for model_type in (*_FIRST, *sorted(supported().keys() - {*_FIRST, *_LAST}), *_LAST):
+        try:
+            told = from_hf_config(to_hf_config(dataclasses.replace(model, architecture=model_type), ""))
+            told = dataclasses.replace(told, **{field: getattr(model, field) for field in MEGATRON_ONLY})
+        except (DamagedCheckpoint, UnknownArchitecture):  # a setting or a part that the family does not have
+            continue
+        mine = model
+        if told.moe and model.moe:  # Megatron has no argument for how a group of experts is scored; families differ
+            mine = dataclasses.replace(model, moe=dataclasses.replace(model.moe, group_scores=told.moe.group_scores))
+        if all(getattr(told, field) == getattr(mine, field) for field in TENSORS) and not differences(told, mine):
+            yield told

@@ -266,33 +266,25 @@ class Either:
     ) -> tuple[Row, ...]:
         """The spelling that is written, with the one in `stored` as `as_stored` where that is another. `codes` are as
         `Architecture.spelled` has them."""
-        read = self._stored(stored, model)
-        written = self._written(read, model, naming, codes)
-        if written is read or not _any_stored(read, stored, model):  # of a Megatron checkpoint none is
-            return written
-        by_key = {_key(each): each for each in read}
-        return tuple(replace(row, as_stored=by_key.get(_key(row))) for row in written)
-
-    def _stored(self, stored: Mapping[str, TensorSpec], model: ModelShape) -> tuple[Row, ...]:
-        """The spelling that is stored; the first where none is."""
         read = self.first
         for other in filter(None, (self.in_memory, self.for_engines, self.other)):
             if _is_stored(read, other, stored, model):
                 read = other
-        return read
 
-    def _written(
-        self, read: tuple[Row, ...], model: ModelShape, naming: Naming, codes: Collection[str]
-    ) -> tuple[Row, ...]:
-        """The spelling that is written where this one is read."""
         not_as_stored = self.for_engines, self.other if self.only_read else ()
-        for of_codes in not_as_stored:
-            if _any_stored(of_codes, codes, model, self.first):
-                return of_codes
-        if naming == "as stored" and not self.only_read and read is not self.for_engines:
-            return read
-        named = {"in memory": self.in_memory, "for engines": self.for_engines, "text alone": self.alone}
-        return named.get(naming) or self.first
+        of_codes = next((each for each in not_as_stored if _any_stored(each, codes, model, self.first)), None)
+        if of_codes:
+            written = of_codes
+        elif naming == "as stored" and not self.only_read and read is not self.for_engines:
+            written = read
+        else:
+            named = {"in memory": self.in_memory, "for engines": self.for_engines, "text alone": self.alone}
+            written = named.get(naming) or self.first
+
+        if written is read or not _any_stored(read, stored, model):  # of a Megatron checkpoint none is
+            return written
+        by_key = {_key(each): each for each in read}
+        return tuple(replace(row, as_stored=by_key.get(_key(row))) for row in written)
 
 
 @dataclass(frozen=True)

@@ -68,17 +68,27 @@ READ_OFF = ReadOff(model_types={}, rows=(), config=(), aliases=(), derived=())
 def rows(stored: Mapping[str, TensorSpec]) -> Iterator[TensorRow]:
     """A row for each tensor, in the order of their names, in which numbers count as numbers."""
     reasons = why_not_gemms(stored)
-    names = {name: name for name in stored} | _experts(stored)
+    numbered: dict[str, dict[int, str]] = defaultdict(dict)  # experts of a linear, by its name without a number
+    for name in stored:
+        if match := _EXPERT.fullmatch(name):
+            numbered[f"{match[1]}.{match[3]}"][int(match[2])] = name
+    names = {  # in the plan, of experts that are numbered without a gap
+        name: f"{linear}{number}"
+        for linear, experts in numbered.items()
+        if experts.keys() == set(range(len(experts))) and linear not in stored
+        for number, name in experts.items()
+    }
+
     for name in sorted(stored, key=_in_order):
         spec = stored[name]
         yield TensorRow(
             name,
-            names[name],
+            names.get(name, name),
             (),
             gemm=name not in reasons,
             keeps_dtype=not (spec.is_codes or spec.dtype in VALUES) or bool(_KEPT.fullmatch(name)),
             stored=spec.shape,
-            expert=names[name] != name,
+            expert=name in names,
         )
 
 
@@ -90,21 +100,6 @@ _NUMBER = r"\d{1,9}"
 """Python makes no integer of the thousands of digits that a stranger's name may have."""
 
 _EXPERT = re.compile(rf"(.+\.experts)\.({_NUMBER})\.(.+\.weight)")
-
-
-def _experts(stored: Mapping[str, TensorSpec]) -> dict[str, str]:
-    """The plan's names of weights of experts that are numbered without a gap, by their own."""
-    found: dict[str, dict[int, str]] = defaultdict(dict)
-    for name in stored:
-        if match := _EXPERT.fullmatch(name):
-            found[f"{match[1]}.{match[3]}"][int(match[2])] = name
-    return {
-        name: f"{fused}{number}"
-        for fused, numbered in found.items()
-        if numbered.keys() == set(range(len(numbered))) and fused not in stored
-        for number, name in numbered.items()
-    }
-
 
 _KEPT = re.compile(
     r"(?:.+\.)?(?:A_log|D|dt_bias|(?:e_score_)?correction_bias|expert_bias|gate\.bias"
@@ -149,7 +144,11 @@ _OUTSIDE = "outside of the layers"
 def why_not_gemms(stored: Mapping[str, TensorSpec]) -> dict[str, str]:
     """The tensors that are no weights of GEMMs to compute in FP8, and why not, in words."""
     text = any("language_model" in name.split(".") for name in stored)
-    transposed = {_leaf_module(name) for name in stored if _is_transposed(name, stored)}
+    transposed = set()  # as a Conv1D of GPT-2's is: its matrix is as long as its bias the other way around
+    for name, spec in stored.items():
+        bias = stored.get(f"{name.removesuffix('weight')}bias")
+        if bias and len(spec.shape) == 2 and spec.shape[0] != spec.shape[1] and bias.shape == spec.shape[1:]:
+            transposed.add(_leaf_module(name))
     found = {}
     for name, spec in stored.items():
         why = _why_never(name, spec) or ("stored as [in, out]" if _leaf_module(name) in transposed else None)
@@ -189,12 +188,6 @@ def _says(word: str) -> tuple[str | None, str | None]:
         for reasons in (_NEVER, _UNLESS_ASKED)
     )
     return never, unasked
-
-
-def _is_transposed(name: str, stored: Mapping[str, TensorSpec]) -> bool:
-    """Whether a matrix is as long as its bias the other way around, as that of a Conv1D of GPT-2's."""
-    bias, shape = stored.get(f"{name.removesuffix('weight')}bias"), stored[name].shape
-    return bias is not None and len(shape) == 2 and shape[0] != shape[1] and bias.shape == shape[1:]
 
 
 def _leaf_module(name: str) -> str:

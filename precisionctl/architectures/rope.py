@@ -337,16 +337,13 @@ def _scaling(kind: object, rope: dict[str, Any], config: Config) -> dict[str, An
         what = f"low_freq_factor {scaling['low_freq_factor']} above high_freq_factor {scaling['high_freq_factor']}"
         raise DamagedCheckpoint(what, do="Is config.json this model's?")
     for name in _LISTS if kind == "longrope" else ():
-        scaling[name] = _factors(rope.get(name), name)
+        listed = as_list(rope.get(name), name, "factors", range(1, (1 << 16) + 1))
+        scaling[name] = [real(factor, name) for factor in listed]
     if kind == "yarn":  # what transformers takes for what is not said
         scaling = {"beta_fast": 32.0, "beta_slow": 1.0} | {name: value for name, value in scaling.items() if value}
         if not is_on(rope, _TRUNCATE, True):
             scaling[_TRUNCATE] = False
     return scaling
-
-
-def _factors(values: object, name: str) -> list[float]:
-    return [real(value, name) for value in as_list(values, name, "factors", range(1, (1 << 16) + 1))]
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:

@@ -120,32 +120,6 @@ def _blocks(
     return (*(BridgeRow(block + there, hf + here) for there, here in (norms | names).items()), *qkv)
 
 
-def _prediction_layer() -> tuple[BridgeRow, ...]:
-    """The prediction layer of EXAONE 4.5, which transformers passes over, and which travels with the towers."""
-    layer = "mtp.layers.*.transformer_layer."
-    norms = {
-        "self_attention.q_layernorm": "self_attn.q_norm",
-        "self_attention.k_layernorm": "self_attn.k_norm",
-        "self_attention.linear_proj": "self_attn.o_proj",
-        "self_attention.linear_proj.post_layernorm": "post_attention_layernorm",
-        "mlp.linear_fc2": "mlp.down_proj",
-        "mlp.linear_fc2.post_layernorm": "post_feedforward_layernorm",
-    }
-    return (
-        *(BridgeRow(f"{layer}{there}.weight", f"mtp.layers.*.{here}.weight") for there, here in norms.items()),
-        BridgeRow(
-            f"{layer}self_attention.linear_qkv.weight",
-            tuple(f"mtp.layers.*.self_attn.{part}_proj.weight" for part in "qkv"),
-            _text_query_key_value,
-        ),
-        BridgeRow(
-            f"{layer}mlp.linear_fc1.weight",
-            tuple(f"mtp.layers.*.mlp.{part}_proj.weight" for part in ("gate", "up")),
-            _gate_up,
-        ),
-    )
-
-
 _QWEN_3 = (
     *_blocks({"mlp.linear_fc1": "mlp.linear_fc1", "mlp.linear_fc2": "mlp.linear_fc2"}),
     BridgeRow(
@@ -158,6 +132,35 @@ _QWEN_3 = (
         for module in ("patch_embed", "pos_embed", "merger", "blocks", "deepstack_merger_list")
     ),
 )
+_LAYER_AHEAD = "mtp.layers.*.transformer_layer."
+_PREDICTION_OF_EXAONE_4_5 = (
+    *(
+        BridgeRow(f"{_LAYER_AHEAD}{there}.weight", f"mtp.layers.*.{here}.weight")
+        for there, here in {
+            "self_attention.q_layernorm": "self_attn.q_norm",
+            "self_attention.k_layernorm": "self_attn.k_norm",
+            "self_attention.linear_proj": "self_attn.o_proj",
+            "self_attention.linear_proj.post_layernorm": "post_attention_layernorm",
+            "mlp.linear_fc2": "mlp.down_proj",
+            "mlp.linear_fc2.post_layernorm": "post_feedforward_layernorm",
+        }.items()
+    ),
+    BridgeRow(
+        f"{_LAYER_AHEAD}self_attention.linear_qkv.weight",
+        tuple(f"mtp.layers.*.self_attn.{part}_proj.weight" for part in "qkv"),
+        _text_query_key_value,
+    ),
+    BridgeRow(
+        f"{_LAYER_AHEAD}mlp.linear_fc1.weight",
+        tuple(f"mtp.layers.*.mlp.{part}_proj.weight" for part in ("gate", "up")),
+        _gate_up,
+    ),
+    BridgeRow("mtp.layers.0.enorm.weight", "mtp.pre_fc_norm_embedding.weight"),
+    BridgeRow("mtp.layers.0.hnorm.weight", "mtp.pre_fc_norm_hidden.weight"),
+    BridgeRow("mtp.layers.0.eh_proj.weight", "mtp.fc.weight"),
+    BridgeRow("mtp.layers.0.final_layernorm.weight", "mtp.norm.weight"),
+)
+"""Which transformers passes over, and which travels with the towers."""
 _EXAONE_4_5 = (
     *_blocks({"mlp.linear_fc2": "mlp.down_proj"}, _grouped_query_key_value),
     *(
@@ -172,11 +175,7 @@ _EXAONE_4_5 = (
     BridgeRow("vision_model.merger.linear_fc1.**", "model.visual.merger.mlp.0.**"),
     BridgeRow("vision_model.merger.linear_fc2.**", "model.visual.merger.mlp.2.**"),
     BridgeRow("vision_model.patch_embed.**", "model.visual.patch_embed.**"),
-    BridgeRow("mtp.layers.0.enorm.weight", "mtp.pre_fc_norm_embedding.weight"),
-    BridgeRow("mtp.layers.0.hnorm.weight", "mtp.pre_fc_norm_hidden.weight"),
-    BridgeRow("mtp.layers.0.eh_proj.weight", "mtp.fc.weight"),
-    BridgeRow("mtp.layers.0.final_layernorm.weight", "mtp.norm.weight"),
-    *_prediction_layer(),
+    *_PREDICTION_OF_EXAONE_4_5,
 )
 
 NEMOTRONS = (
