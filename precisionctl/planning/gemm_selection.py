@@ -1,15 +1,14 @@
 """Choose by name patterns which weights of a plan become FP8, where the user asks for other ones than the family's
 table."""
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from precisionctl.architectures.param_map import Row
 from precisionctl.architectures.read_off import may_be_asked_for, why_not_gemms
 from precisionctl.engines.serving import precision_group
 from precisionctl.errors import RecipeError
-from precisionctl.planning.plan import Job, Plan
+from precisionctl.planning.plan import Plan
 
 
 def choose(plan: Plan, include: Sequence[str], exclude: Sequence[str]) -> Plan:
@@ -26,16 +25,16 @@ def choose(plan: Plan, include: Sequence[str], exclude: Sequence[str]) -> Plan:
     chosen = (gemms | {name for name in linears if precision_group(name) in wanted}) - {
         name for name in linears if precision_group(name) in unwanted
     }
-    return replace(plan, jobs=tuple(replace(job, row=_with(chosen, job)) for job in plan.jobs))
-
-
-def _with(chosen: Set[str], job: Job) -> Row:
-    """A job's row, in which these weights are those of an FP8 GEMM."""
-    left = (template for template, name in zip(job.row.hf, job.writes, strict=False) if name not in chosen)
-    gemm = not chosen.isdisjoint(job.writes)
-    if job.row.only_exported:
-        return replace(job.row, only_exported=gemm)
-    return replace(job.row, gemm=gemm, values=tuple(left) if gemm else ())
+    jobs = []
+    for job in plan.jobs:
+        gemm = not chosen.isdisjoint(job.writes)
+        left = [template for template, name in zip(job.row.hf, job.writes, strict=False) if name not in chosen]
+        if job.row.only_exported:
+            row = replace(job.row, only_exported=gemm)
+        else:
+            row = replace(job.row, gemm=gemm, values=tuple(left) if gemm else ())
+        jobs.append(replace(job, row=row))
+    return replace(plan, jobs=tuple(jobs))
 
 
 def _groups(linears: Iterable[str], patterns: Sequence[str], reasons: Mapping[str, str]) -> set[str]:

@@ -206,33 +206,27 @@ def _check_consumed(jobs: Iterable[Job], derived: tuple[str, ...], source: PlanS
     uses.update(derived)
     missing = [name for name in uses if name not in source.specs]
     unexpected = [name for name in source.specs if not uses[name]]
-    do = (
-        "Is a shard missing, or does the config describe another model?"
-        if missing
-        else _unmapped(unexpected, uses, source)
-    )
-    checks.check_names(missing, unexpected, do)
-    assert all(count == 1 for count in uses.values()), "a table names a tensor twice"
-
-
-def _unmapped(unexpected: Sequence[str], mapped: Iterable[str], source: PlanSource) -> str:
-    """What to do about names that no row of the table maps, beside those that are `mapped`."""
-    config = "config.json" if source.layout == "hf" else "Megatron's arguments"
-    last: dict[str, int] = {}
-    for layers, number in filter(None, map(_layer, mapped)):
-        last[layers] = max(number, last.get(layers, 0))
-    later = [layers for layers, number in filter(None, map(_layer, unexpected)) if number > last.get(layers, number)]
-    if later:
-        says = counted(last[later[0]] + 1, f"layer `{later[0]}*`", f"layers `{later[0]}*`")
-        are = counted(len(later), "tensor is", "tensors are")
-        return (
-            f"Nothing is dropped in silence: by {config} there are {says}, and {are} of later ones. Is that another "
-            "model, or too few layers of this one?"
+    if missing:
+        checks.check_names(missing, unexpected, "Is a shard missing, or does the config describe another model?")
+    if unexpected:
+        config = "config.json" if source.layout == "hf" else "Megatron's arguments"
+        do = (
+            f"Nothing is dropped in silence: is the model of {config} another one, or a part of this one? Only "
+            "if the family itself has such tensors, its table under precisionctl/architectures/tables/ lacks a row."
         )
-    return (
-        f"Nothing is dropped in silence: is the model of {config} another one, or a part of this one? Only "
-        "if the family itself has such tensors, its table under precisionctl/architectures/tables/ lacks a row."
-    )
+        last: dict[str, int] = {}  # the number of the last layer that the table has, by what is before it in names
+        for layers, number in filter(None, map(_layer, uses)):
+            last[layers] = max(number, last.get(layers, 0))
+        of_layers = filter(None, map(_layer, unexpected))
+        if later := [layers for layers, number in of_layers if number > last.get(layers, number)]:
+            says = counted(last[later[0]] + 1, f"layer `{later[0]}*`", f"layers `{later[0]}*`")
+            are = counted(len(later), "tensor is", "tensors are")
+            do = (
+                f"Nothing is dropped in silence: by {config} there are {says}, and {are} of later ones. Is that "
+                "another model, or too few layers of this one?"
+            )
+        checks.check_names(missing, unexpected, do)
+    assert all(count == 1 for count in uses.values()), "a table names a tensor twice"
 
 
 def _layer(name: str) -> tuple[str, int] | None:
@@ -305,42 +299,29 @@ def _dtypes_of(
     masters: Mapping[str, TensorSpec],
 ) -> Sequence[DType]:
     """The dtype of all that a job writes, or one for each tensor: the one `asked` for, except of rows that keep theirs
-    or are wider in Megatron."""
+    or are wider in Megatron. FP8 codes are taken for BF16."""
+
+    def of_values(spec: TensorSpec) -> DType:
+        return DType.bfloat16 if spec.is_codes else spec.dtype
+
     row = job.row
     dtype = None if row.keeps_dtype or row.integers_below else asked
-    if row.wide_beside and not row.moves_rows(model):
+    if row.wide_beside and not row.moves_rows(model):  # a norm that is less one in Megatron
         if target == "megatron":
-            dtype = _widened(dtype, source)
+            # 1 less than a number of 16 bits needs FP32, and nobody asks for its bits to be lost
+            dtype = DType.float32 if source == "hf" or dtype == DType.float32 else None
         elif dtype is None and source == "megatron":
-            dtype = _narrowed(job, specs, masters)
-    return [dtype] if dtype else _stored_dtypes(job, specs, source, target)
+            if specs[job.reads[0]].dtype != DType.float32:
+                return [DType.float32]  # which 1 more than a number of 16 bits needs, too
+            # the one that holds those beside it, as they are read themselves or by their masters
+            names_beside = [f"{job.name.rsplit('.', 2)[0]}.{name}" for name in row.wide_beside]
+            beside = [masters.get(state_name("param", name)) or specs[name] for name in names_beside]
+            return [reduce(DType.promoted, map(of_values, beside))]
+    if dtype:
+        return [dtype]
 
-
-def _stored_dtypes(job: Job, specs: Mapping[str, TensorSpec], source: Layout, target: Layout) -> list[DType]:
-    """The dtypes of what a job writes, if all are kept: each tensor's own, or where tensors are merged or split, the
-    one that holds all of them."""
-    dtypes = [_of_values(specs[name]) for name in job.reads]
-    if keeps_tensors(job.row, source, target):
+    # each tensor's own, or where tensors are merged or split the one that holds all of them
+    dtypes = [of_values(specs[name]) for name in job.reads]
+    if keeps_tensors(row, source, target):
         return dtypes
     return [reduce(DType.promoted, dtypes)] if dtypes else [DType.bfloat16]
-
-
-def _of_values(spec: TensorSpec) -> DType:
-    """The dtype of a tensor's values, FP8 codes taken for BF16."""
-    return DType.bfloat16 if spec.is_codes else spec.dtype
-
-
-def _widened(dtype: DType | None, source: Layout) -> DType | None:
-    """The dtype in Megatron of a norm that is less one there (`Row.wide_beside`), where `dtype` is asked for: FP32, or
-    as Megatron had it. 1 less than a number of 16 bits needs FP32, and nobody asks for its bits to be lost."""
-    return DType.float32 if source == "hf" or dtype == DType.float32 else None
-
-
-def _narrowed(job: Job, specs: Mapping[str, TensorSpec], masters: Mapping[str, TensorSpec]) -> DType:
-    """The dtype in Hugging Face of a norm of Megatron's that is `Row.wide_beside` other parameters: the one that holds
-    those, as they are read themselves or by their masters. A norm of 16 bits there is FP32, as 1 more needs it."""
-    if specs[job.reads[0]].dtype != DType.float32:
-        return DType.float32
-    beside = [f"{job.name.rsplit('.', 2)[0]}.{name}" for name in job.row.wide_beside]
-    read = [masters.get(state_name("param", name)) or specs[name] for name in beside]
-    return reduce(DType.promoted, map(_of_values, read))

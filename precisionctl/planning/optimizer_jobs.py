@@ -54,13 +54,34 @@ def optimizer_jobs(jobs: Sequence[Job], source: OptimizerSource, target: Layout,
     every = [_ParameterState(job, [stored.get(name, []) for name in job.reads], in_hf) for job in jobs]
     states = [state for state in every if any(state.stored) or not state.job.name.endswith(NOT_TRAINED)]
 
-    _check_known(stored, jobs)
-    _check_whole(states)
-    if in_hf and target == "megatron" and any(MOMENTUM in kinds for kinds in stored.values()):
-        _check_muon(states)
+    read = {name for job in jobs for name in job.reads}
+    for parameter, (kind, *_) in stored.items():
+        if parameter not in read:
+            what = f"`{state_name(kind, parameter)}`" if kind in KINDS else f"`{parameter}`"
+            raise MappingError(f"{what} is not the state of a parameter of this model", do=DROP)
 
-    made = [(kind, _job(state, kind, target)) for state in states for kind in state.kinds]
+    untrained = list(dict.fromkeys(name for state in states for name in state.untrained))
+    if untrained:
+        raise MissingTensor(
+            f"the optimizer has no state of {counted(len(untrained), 'parameter')}, such as `{untrained[0][:90]}`: "
+            "frozen, or trained by another optimizer than Adam and Muon",
+            do="It is carried for all parameters or for none: Megatron looks for the state of each that it trains, and "
+            f"`resume` trains all. {DROP_OPTIMIZER}",
+        )
+    missing = [name for state in states for kind in state.kinds for name in state.lacking(kind)]
+    check_names(missing, [], f"Was it another optimizer than Adam? {DROP_OPTIMIZER}")
+
+    if in_hf and target == "megatron" and any(MOMENTUM in kinds for kinds in stored.values()):
+        for state in states:
+            if state.by_muon != muon_takes(state.job.name, len(state.job.row.sizes)):
+                trained = f"was trained by {'Muon' if state.by_muon else 'AdamW'}"
+                was = trained if any(state.stored) else "has no optimizer state"
+                does = "does not take it" if state.by_muon else "takes it"
+                what = f"`{state.job.reads[0]}` {was}, and Megatron's Muon {does}: it takes all matrices but "
+                raise MappingError(f"{what}embeddings and output layer", do=DROP_OPTIMIZER)
+
     # Masters without a place are left out: the model's own job checks that such a weight is zero
+    made = [(kind, state.job_of(kind, target)) for state in states for kind in state.kinds]
     return [job for kind, job in made if kind != "param" or (masters and job.writes)]
 
 
@@ -83,11 +104,15 @@ class _ParameterState:
         usual = ("param", MOMENTUM) if self.by_muon else KINDS
         return [*dict.fromkeys(chain(usual if self.in_hf else (), *self.stored))]
 
-    def reads(self, kind: str) -> tuple[str, ...]:
-        """What the state of a kind is made of. Where none is stored, weights are masters, moments zeros."""
+    def job_of(self, kind: str, target: Layout) -> Job:
+        """The job for the state of a kind. Where none is stored, weights are masters, moments zeros."""
+        job, row = self.job, replace(self.job.row, gemm=False)
+        reads = job.reads if kind == "param" else ()
         if any(kind in kinds for kinds in self.stored):
-            return tuple(state_name(kind, name) for name in self.job.reads)
-        return self.job.reads if kind == "param" else ()
+            reads = tuple(state_name(kind, name) for name in job.reads)
+        own = job.writes[: len(row.hf) if target == "hf" else 1]
+        writes = tuple(state_name(kind, name) for name in own)
+        return Job(state_name(kind, job.name), row if kind == "param" else _of_moments(row), reads, writes)
 
     def lacking(self, kind: str) -> list[str]:
         """What is missing of the state of a kind."""
@@ -105,48 +130,6 @@ class _ParameterState:
     @property
     def _without_gradient(self) -> bool:
         return self.job.row.layers == "indexed" and not any(self.stored)
-
-
-def _check_muon(states: Iterable[_ParameterState]) -> None:
-    """Raise MappingError unless Muon trained what Megatron's takes."""
-    for job, by_muon, stored in ((state.job, state.by_muon, any(state.stored)) for state in states):
-        if by_muon != muon_takes(job.name, len(job.row.sizes)):
-            was = f"was trained by {'Muon' if by_muon else 'AdamW'}" if stored else "has no optimizer state"
-            does = "does not take it" if by_muon else "takes it"
-            what = f"`{job.reads[0]}` {was}, and Megatron's Muon {does}: it takes all matrices but "
-            raise MappingError(f"{what}embeddings and output layer", do=DROP_OPTIMIZER)
-
-
-def _check_known(stored: Mapping[str, Sequence[str]], jobs: Iterable[Job]) -> None:
-    """Raise MappingError for state of no parameter."""
-    read = {name for job in jobs for name in job.reads}
-    for parameter, (kind, *_) in stored.items():
-        if parameter not in read:
-            what = f"`{state_name(kind, parameter)}`" if kind in KINDS else f"`{parameter}`"
-            raise MappingError(f"{what} is not the state of a parameter of this model", do=DROP)
-
-
-def _check_whole(states: Iterable[_ParameterState]) -> None:
-    """Raise MissingTensor for a parameter without state, or with state of some of its tensors."""
-    untrained = list(dict.fromkeys(name for state in states for name in state.untrained))
-    if untrained:
-        raise MissingTensor(
-            f"the optimizer has no state of {counted(len(untrained), 'parameter')}, such as `{untrained[0][:90]}`: "
-            "frozen, or trained by another optimizer than Adam and Muon",
-            do="It is carried for all parameters or for none: Megatron looks for the state of each that it trains, and "
-            f"`resume` trains all. {DROP_OPTIMIZER}",
-        )
-    missing = [name for state in states for kind in state.kinds for name in state.lacking(kind)]
-    check_names(missing, [], f"Was it another optimizer than Adam? {DROP_OPTIMIZER}")
-
-
-def _job(state: _ParameterState, kind: str, target: Layout) -> Job:
-    """The job for a parameter's state of a kind."""
-    job, row = state.job, replace(state.job.row, gemm=False)
-    if kind != "param":
-        row = _of_moments(row)
-    own = job.writes[: len(row.hf) if target == "hf" else 1]
-    return Job(state_name(kind, job.name), row, state.reads(kind), tuple(state_name(kind, name) for name in own))
 
 
 def _of_moments(row: Row) -> Row:

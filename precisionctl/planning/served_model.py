@@ -5,7 +5,7 @@ class that serves each family here: which attributes are ColumnParallelLinear, M
 QKVParallelLinear (outputs), RowParallelLinear (inputs), or ReplicatedLinear. What they cut otherwise is said here.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from precisionctl.architectures.families import table_of
 from precisionctl.architectures.param_map import Row, filled
@@ -84,9 +84,23 @@ def _cuts(row: Row, model: ModelShape) -> Sequence[Cut]:
     by_head = of_qkv and row.rearrangement == SAME and model.num_query_groups == model.num_attention_heads
     if by_head or row.rearrangement == BY_HEAD:  # all that belongs to a head stands together
         return [Cut("outputs")] * len(sizes)
-    parts = _parts_of_qkv(row, model, sizes) if of_qkv else _parts(row, model)
-    by_row = _is_of_one_group(row, model)
-    return [Cut("outputs", tuple(each), transposed, by_row) for each in _by_tensor(parts, sizes)]
+    if of_qkv:
+        parts = _parts_of_qkv(row, model, sizes)
+    else:
+        parts = [Part(rows) for rows in parallel.rows_of_parts(row.shape(model)[0])]
+    # What projects into a Mamba-2 mixer of one group, which every GPU gets
+    by_row = parallel.names == MIXER_PARTS and model.mamba is not None and model.mamba.num_groups == 1
+    if by_row:
+        gates, inputs, *of_group, steps = parts
+        parts = [gates, inputs, *(Part(part.size, 1) for part in of_group), steps]
+
+    cuts, left = [], iter(parts)
+    for size in sizes:
+        own: list[Part] = []  # the parts that are in this tensor
+        while sum(part.size for part in own) < size:
+            own.append(next(left))
+        cuts.append(Cut("outputs", tuple(own), transposed, by_row))
+    return cuts
 
 
 def _parts_of_qkv(row: Row, model: ModelShape, sizes: Sequence[int]) -> list[Part]:
@@ -99,26 +113,3 @@ def _parts_of_qkv(row: Row, model: ModelShape, sizes: Sequence[int]) -> list[Par
     keys = [Part(groups * each, groups) for each in channels]
     queries = sizes[: -len(keys)] or [sizes[0] - sum(part.size for part in keys)]
     return [*map(Part, queries), *keys, *gates]
-
-
-def _parts(row: Row, model: ModelShape) -> list[Part]:
-    parts = [Part(rows) for rows in row.cut(model).rows_of_parts(row.shape(model)[0])]
-    if _is_of_one_group(row, model):
-        gates, inputs, *of_group, steps = parts
-        return [gates, inputs, *(Part(part.size, 1) for part in of_group), steps]
-    return parts
-
-
-def _is_of_one_group(row: Row, model: ModelShape) -> bool:
-    """Whether this projects into a Mamba-2 mixer of one group, which every GPU gets."""
-    return row.parallel.names == MIXER_PARTS and model.mamba is not None and model.mamba.num_groups == 1
-
-
-def _by_tensor(parts: Iterable[Part], sizes: Sequence[int]) -> Iterator[list[Part]]:
-    """The parts that are in each tensor of these numbers of rows."""
-    parts = iter(parts)
-    for size in sizes:
-        own: list[Part] = []
-        while sum(part.size for part in own) < size:
-            own.append(next(parts))
-        yield own

@@ -53,7 +53,11 @@ def read_override(override: str) -> tuple[str, Any]:
     hint: Any = Recipe  # the type of the key, so that an error names the option and not the file
     for name_of_part in key.split("."):
         hint = _hints(_item(hint) or hint)[name_of_part]
-    value = _toml_value(text)
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        table = {}
+    value = table["value"] if len(table) == 1 else text  # what is not TOML is a string, as usual on a command line
     _value(hint, value, key, where)
     return key, value
 
@@ -131,15 +135,6 @@ def _set(table: TomlTable, key: str, value: Any, where: str) -> None:
         if not isinstance(table, dict):
             raise RecipeError(f"{section} in {where} is a value, not a section")
     table[last] = value
-
-
-def _toml_value(text: str) -> Any:
-    """The value of a TOML expression; text that is not TOML is a string, as usual on a command line."""
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError):
-        return text
-    return parsed["value"] if len(parsed) == 1 else text
 
 
 def _make(kind: type[Section], table: TomlTable, prefix: str, where: object) -> Section:

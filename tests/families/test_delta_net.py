@@ -251,7 +251,9 @@ def test_what_a_run_trained_is_in_hugging_face_to_the_bit(tmp_path: Path, monkey
     """Megatron's BF16 norms are their factors less one: these need FP32, and keep it on the way back."""
     published(tmp_path / "hf", "qwen3-5")
     with monkeypatch.context() as in_bf16:  # as Megatron's own run has all of its parameters
-        in_bf16.setattr(make_plan, "_widened", lambda dtype, source: DType.bfloat16)
+        dtypes_of = make_plan._dtypes_of
+        bf16 = [DType.bfloat16]
+        in_bf16.setattr(make_plan, "_dtypes_of", lambda job, *of: bf16 if job.row.wide_beside else dtypes_of(job, *of))
         execute(plan_command(Request(tmp_path / "hf", tmp_path / "m", "megatron", "bf16")))
     execute(plan_command(Request(tmp_path / "m", tmp_path / "there", "hf")))
     told = plan_command(Request(tmp_path / "m", tmp_path / "never", "hf", "bf16")).notes
