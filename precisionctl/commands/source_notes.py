@@ -5,8 +5,8 @@ from pathlib import Path
 
 from precisionctl.architectures.families import models_of_megatron_args, table_of
 from precisionctl.architectures.megatron.expert_args import CAPACITY
-from precisionctl.architectures.megatron.indexer_args import INDEXER_NORM_EPSILON, indexer_norm_epsilon
 from precisionctl.architectures.megatron.megatron_args import otherwise_in_megatron
+from precisionctl.architectures.megatron.sparse_args import INDEXER_NORM_EPSILON, indexer_norm_epsilon
 from precisionctl.checkpoints.adapter.reader import AdapterReader
 from precisionctl.checkpoints.base import OfNotes, Reader
 from precisionctl.checkpoints.deepspeed.reader import step_directory

@@ -82,19 +82,6 @@ def _attends(model: ModelShape) -> bool:
     return model.mtp_num_layers > 0 or _in_any(model, ModelShape.has_attention)
 
 
-def _has_mlps(model: ModelShape) -> bool:
-    return _in_any(model, ModelShape.has_dense_mlp) or _in_any(model, ModelShape.has_experts)
-
-
-def _chooses_groups(model: ModelShape) -> bool:
-    groups = (model.moe.num_groups, model.moe.group_topk) if model.moe else (None, None)
-    return None not in groups and groups[0] != groups[1]
-
-
-def _scores_by_softmax(model: ModelShape) -> bool:
-    return model.moe is not None and model.moe.score_function == "softmax"
-
-
 def _rotates(model: ModelShape) -> bool:
     return _attends(model) and model.position_embedding == "rope" and any(model.rope_layers or (True,))
 
@@ -126,7 +113,7 @@ _UNUSED: Sequence[tuple[tuple[str, ...], Callable[[ModelShape], bool]]] = (
     (("ffn_hidden_size",), lambda model: not _in_any(model, ModelShape.has_dense_mlp)),
     (
         ("activation", "gated_linear_unit", "activation_clamp", "glu_offset", "swiglu_limits"),
-        lambda model: not _has_mlps(model),
+        lambda model: not (_in_any(model, ModelShape.has_dense_mlp) or _in_any(model, ModelShape.has_experts)),
     ),
     (
         ("activation_clamp", "glu_offset", "swiglu_limits", "moe.swiglu_limits"),
@@ -171,8 +158,18 @@ _UNUSED: Sequence[tuple[tuple[str, ...], Callable[[ModelShape], bool]]] = (
     (("max_position_embeddings",), lambda model: not _heeds_most_positions(model)),
     (("shared_layernorm",), lambda model: not (model.pre_layernorms and model.parallel_residual)),
     (("mhc.epsilon",), lambda model: model.has("mhc.lowrank")),
-    (("moe.num_groups", "moe.group_topk", "moe.group_scores"), lambda model: not _chooses_groups(model)),
-    (("moe.pre_softmax",), lambda model: model.has("moe.probs_on_input") and not _scores_by_softmax(model)),
+    (
+        ("moe.num_groups", "moe.group_topk", "moe.group_scores"),  # where all groups, or those of none, are chosen from
+        lambda model: (
+            model.moe is None
+            or None in (model.moe.num_groups, model.moe.group_topk)
+            or model.moe.num_groups == model.moe.group_topk
+        ),
+    ),
+    (
+        ("moe.pre_softmax",),
+        lambda model: model.moe is not None and model.moe.probs_on_input and model.moe.score_function != "softmax",
+    ),
     (("moe.shared_expert_gate", "moe.shared_average"), lambda model: not model.shared_experts),
     (("gdn.output_gate",), lambda model: model.has("gdn.kda")),
     (("gdn.kda_lora_rank", "gdn.kda_lower_bound", "gdn.kda_full_gate"), lambda model: not model.has("gdn.kda")),

@@ -17,29 +17,32 @@ from precisionctl.architectures.megatron.args_said import (
 )
 from precisionctl.architectures.megatron.expert_args import chooses_groups_by_nothing, moe_args, read_moe
 from precisionctl.architectures.megatron.heterogeneous_args import heterogeneous_args, read_heterogeneous
-from precisionctl.architectures.megatron.indexer_args import DSA_NAME, dsa_args, read_dsa
-from precisionctl.architectures.megatron.kimi_k3_args import KIMI_K3, as_kimi_k3, kimi_k3_args
 from precisionctl.architectures.megatron.recurrent_args import (
     DELTA_NET_NAMES,
     KDA_NAME,
+    KIMI_K3,
+    as_kimi_k3,
     delta_net_args,
+    kimi_k3_args,
     mamba_args,
     read_delta_net,
     read_hybrid_mtp,
     read_mamba,
 )
-from precisionctl.architectures.megatron.streams_args import (
+from precisionctl.architectures.megatron.sparse_args import (
     CSA_NAME,
+    DSA_NAME,
     MHC_NAME,
     csa_args,
+    dsa_args,
     mhc_args,
     read_csa,
     read_csa_rope,
+    read_dsa,
     read_mhc,
 )
 from precisionctl.architectures.rope import LLAMA3
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, at, shown
-from precisionctl.model.model_fields import LinearGate
 from precisionctl.model.model_parts import MLA, MOST_LAYERS, check_size, real
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.same_model import differences
@@ -99,9 +102,9 @@ def to_megatron_args(model: ModelShape) -> dict[str, Any]:
     """
     window = None if model.sliding_window is None else (model.sliding_window - 1, 0)
     base = model.rotary_base
-    args = {name: getattr(model, name) for name in _SAME_NAME}
+    everywhere = model.qk_l2_norm_everywhere or all(model.rope_layers or ())
     return {
-        **args,
+        **{name: getattr(model, name) for name in _SAME_NAME},
         **_USUAL,
         **_activation_args(model),
         **_mla_args(model),
@@ -131,7 +134,7 @@ def to_megatron_args(model: ModelShape) -> dict[str, Any]:
             else {}
         ),
         **({"softmax_type": "learnable"} if model.softmax_offset else {}),
-        **({"qk_l2_norm": True} if model.qk_l2_norm and _l2_norm_in_megatron(model) else {}),
+        **({"qk_l2_norm": True} if model.qk_l2_norm and everywhere else {}),  # one for all layers
         "mtp_num_layers": model.mtp_num_layers or None,
         "vocab_size": model.vocab_size,
         "padded_vocab_size": model.padded_vocab_size,
@@ -142,15 +145,6 @@ def to_megatron_args(model: ModelShape) -> dict[str, Any]:
         **kimi_k3_args(model),
         **heterogeneous_args(model),
     }
-
-
-def _l2_norm_in_megatron(model: ModelShape) -> bool:
-    """Whether Megatron's `qk_l2_norm`, which is one for all layers, is ours."""
-    return model.qk_l2_norm_everywhere or all(model.rope_layers or ())
-
-
-def _rope_nowhere(model: ModelShape) -> bool:
-    return not any(model.rope_layers or (True,))
 
 
 def _activation_args(model: ModelShape) -> dict[str, Any]:
@@ -171,7 +165,7 @@ def _activation_args(model: ModelShape) -> dict[str, Any]:
 
 def _rope_args(model: ModelShape) -> dict[str, Any]:
     """How positions are embedded. Where nothing turns, no scaling is said: Megatron's `yarn` is a kind of positions."""
-    nowhere = _rope_nowhere(model) or model.alibi
+    nowhere = model.alibi or not any(model.rope_layers or (True,))
     rope = {} if nowhere else model.rope_scaling or {}
     if rope.get("rope_type") == "yarn" and model.mla is None:
         yarn = {f"yarn_{argument}": value for argument, value in _yarn_args(rope).items()}
@@ -264,8 +258,7 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int) -> ModelShape:
     skipping = args.get("window_attn_skip_freq")
     biased = bool(args.get("add_bias_linear", True))  # Megatron's default
     epsilon = norm_epsilon(args)
-    variants = (None, DSA_NAME, CSA_NAME, KDA_NAME, *DELTA_NET_NAMES)
-    one_of(args, "experimental_attention_variant", variants, None)
+    one_of(args, "experimental_attention_variant", (None, DSA_NAME, CSA_NAME, KDA_NAME, *DELTA_NET_NAMES), None)
     csa = read_csa(args, num_layers)
     latent = args.get("multi_latent_attention") and csa is None
     sizes: dict[str, Any] = {name: needed(args, name) for name in _MLA if latent}
@@ -274,13 +267,21 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int) -> ModelShape:
     positions = _read_positions(args, num_layers, mla, csa)
     mamba = read_mamba(args)
     blocks = read_heterogeneous(args, heads, hidden)
+    if blocks:
+        sizes_of_layers = blocks.largest
+    else:
+        groups = needed(args, "num_query_groups") if args.get("group_query_attention") else heads
+        sizes_of_layers = {"num_query_groups": groups, "ffn_hidden_size": needed(args, "ffn_hidden_size")}
+    gated = bool(args.get("attention_output_gate"))
+    if gated and mla:  # of latent attention Megatron knows gates of heads alone
+        one_of(args, GRANULARITY, ("headwise",), None)
     scale = args.get("softmax_scale")  # a root, which may have cost the last digits
     model = ModelShape(
         architecture="",
         num_layers=num_layers,
         hidden_size=hidden,
         num_attention_heads=heads,
-        **(blocks.largest if blocks else _read_equal_sizes(args, heads)),
+        **sizes_of_layers,
         kv_channels=needed(args, "v_head_dim") if mla or csa else args.get("kv_channels") or hidden // heads,
         vocab_size=args.get("vocab_size") or padded_vocab_size,
         padded_vocab_size=padded_vocab_size,
@@ -302,9 +303,9 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int) -> ModelShape:
         mlp_bias=biased,
         add_bias_linear=biased,
         add_qkv_bias=qkv_biased,
-        attention_output_gate=bool(args.get("attention_output_gate")) and mla is None,
+        attention_output_gate=gated and mla is None,
         head_wise_attn_gate=bool(args.get(HEAD_WISE_GATE)),
-        linear_gate=_read_headwise(args) if mla else None,
+        linear_gate="sigmoid per head" if gated and mla else None,
         mla=mla,
         dsa=read_dsa(args, num_layers),
         csa=csa,
@@ -320,22 +321,9 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int) -> ModelShape:
     return as_kimi_k3(model, args)
 
 
-def _read_equal_sizes(args: Mapping[str, Any], heads: int) -> dict[str, Any]:
-    """Sizes that all layers have."""
-    groups = needed(args, "num_query_groups") if args.get("group_query_attention") else heads
-    return {"num_query_groups": groups, "ffn_hidden_size": needed(args, "ffn_hidden_size")}
-
-
 def _headwise(model: ModelShape) -> bool:
     """Whether latent attention has an output gate, which Megatron knows of heads alone."""
     return model.mla is not None and model.linear_gate == "sigmoid per head"
-
-
-def _read_headwise(args: Mapping[str, Any]) -> LinearGate | None:
-    if not args.get("attention_output_gate"):
-        return None
-    one_of(args, GRANULARITY, ("headwise",), None)
-    return "sigmoid per head"
 
 
 def _read_activation(args: Mapping[str, Any]) -> dict[str, Any]:

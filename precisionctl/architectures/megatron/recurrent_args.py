@@ -1,12 +1,16 @@
-"""Megatron's arguments that describe gated delta nets and Mamba-2 mixers, both ways."""
+"""Megatron's arguments that describe gated delta nets and Mamba-2 mixers, both ways; and fields of Megatron-Bridge's
+KimiK3ModelProvider (models/kimi/kimi_k3_provider.py), as arguments, which no Megatron-LM knows."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from precisionctl.architectures.config_layers import numbered_layers
 from precisionctl.architectures.megatron.args_said import all_but_every, needed, one_of
-from precisionctl.errors import UnknownArchitecture, shown
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.recurrent_parts import GatedDeltaNet, Mamba
+from precisionctl.sizes import counted
 
 HYBRID_PATTERN = "hybrid_layer_pattern"
 _DELTA_NET = {  # argument, field of GatedDeltaNet
@@ -27,6 +31,16 @@ _MAMBA = {  # argument, field of Mamba
     "mamba_num_groups": "num_groups",
     "mamba_state_dim": "state_dim",
 }
+KIMI_K3_BLOCK_SIZE = "kimi_attn_res_block_size"
+"""Which is there in Kimi K3 alone."""
+_KDA_LAYERS = "kimi_kda_layers"
+_OF_KIMI_K3 = {  # argument, field of GatedDeltaNet
+    "kimi_linear_num_heads": "num_key_heads",
+    "kimi_linear_head_dim": "key_head_dim",
+    "kimi_linear_conv_kernel_size": "conv_kernel_dim",
+    "kimi_kda_gate_lower_bound": "kda_lower_bound",
+}
+KIMI_K3 = (KIMI_K3_BLOCK_SIZE, _KDA_LAYERS, *_OF_KIMI_K3)
 
 
 def delta_net_args(model: ModelShape) -> dict[str, Any]:
@@ -61,6 +75,48 @@ def read_delta_net(args: Mapping[str, Any]) -> GatedDeltaNet | None:
         bound = needed(args, "kda_lower_bound") if args.get("kda_safe_gate") else None
         fields |= {"kda": True, "kda_lora_rank": rank, "kda_lower_bound": bound}
     return GatedDeltaNet(all_but_every(needed(args, "linear_attention_freq"), args["num_layers"]), **fields)
+
+
+def kimi_k3_args(model: ModelShape) -> dict[str, Any]:
+    """Those of Kimi K3; none for another model. Numbers of layers count from 1."""
+    gdn = model.gdn
+    if model.attn_res_block_size is None or gdn is None:
+        return {}
+    of_kda = [layer + 1 for layer in range(model.num_layers) if gdn.layers[layer]]
+    sizes = {argument: getattr(gdn, field) for argument, field in _OF_KIMI_K3.items()}
+    return {KIMI_K3_BLOCK_SIZE: model.attn_res_block_size, _KDA_LAYERS: of_kda, **sizes}
+
+
+def as_kimi_k3(model: ModelShape, args: Mapping[str, Any]) -> ModelShape:
+    """The inverse: what the other arguments describe, with what these do; SiTU, gates and the norm of latents are its
+    layers' own. Raises UnknownArchitecture without latent attention, or experts without latents."""
+    if args.get(KIMI_K3_BLOCK_SIZE) is None:
+        return model
+    if model.mla is None or (model.moe is not None and model.moe.latent_size is None):
+        raise UnknownArchitecture("no Kimi K3 known here lacks latents of attention or experts")
+    sizes = {field: needed(args, name) for name, field in _OF_KIMI_K3.items()}
+    of_kda = numbered_layers(args.get(_KDA_LAYERS), _KDA_LAYERS)
+    if not of_kda <= {*range(1, model.num_layers + 1)}:
+        what = f"{_KDA_LAYERS} is {shown(sorted(of_kda))}, of {counted(model.num_layers, 'layer')}"
+        raise DamagedCheckpoint(what)
+    gdn = GatedDeltaNet(
+        layers=tuple(layer + 1 in of_kda for layer in range(model.num_layers)),
+        num_value_heads=sizes["num_key_heads"],
+        value_head_dim=sizes["key_head_dim"],
+        kda=True,
+        kda_lora_rank=sizes["key_head_dim"],
+        kda_full_gate=True,
+        **sizes,
+    )
+    return replace(
+        model,
+        gdn=gdn,
+        moe=model.moe and replace(model.moe, latent_norm=True),
+        attn_res_block_size=args[KIMI_K3_BLOCK_SIZE],
+        activation="situ",
+        linear_gate="sigmoid per element",
+        rope_scaling=None,
+    )
 
 
 def mamba_args(model: ModelShape) -> dict[str, Any]:

@@ -20,7 +20,11 @@ def read_blocks(said: object, heads: int, hidden: int) -> Heterogeneous:
     groups, channels = [], []
     for layer, block in enumerate(as_list(said, KEY, "blocks")):
         with at(f"{KEY}[{layer}]"):
-            attention, mlp = _parts(block)
+            parts = as_object(block, "a block")
+            names = ("attention", "mlp" if "mlp" in parts and "ffn" not in parts else "ffn")  # the first is Megatron's
+            if strange := {key: value for key, value in parts.items() if value and key not in names}:
+                raise UnknownArchitecture(f"no layer known here has {shown(strange)} beside {' and '.join(names)}")
+            attention, mlp = (as_object(parts.get(name), name) for name in names)
             groups.append(_groups(attention, heads))
             channels.append(_channels(mlp, hidden))
     if not any(groups) or not any(channels):
@@ -47,16 +51,6 @@ def write_blocks(model: ModelShape) -> list[dict[str, Any]]:
             }
         )
     return blocks
-
-
-def _parts(block: object) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """What a block says of attention and of its MLP, which Megatron-Core calls `mlp`."""
-    said = as_object(block, "a block")
-    names = ("attention", "mlp" if "mlp" in said and "ffn" not in said else "ffn")
-    if strange := {key: value for key, value in said.items() if value and key not in names}:
-        raise UnknownArchitecture(f"no layer known here has {shown(strange)} beside {' and '.join(names)}")
-    attention, mlp = (as_object(said.get(name), name) for name in names)
-    return attention, mlp
 
 
 def _groups(said: Mapping[str, Any], heads: int) -> int:

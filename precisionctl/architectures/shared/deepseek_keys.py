@@ -10,19 +10,6 @@ from precisionctl.model.model_parts import LARGEST, check_count
 from precisionctl.model.model_shape import ModelShape
 
 
-def _read_attention(config: keys.Config) -> keys.Fields:
-    heads = keys.size(config, "num_attention_heads")
-    return {"num_attention_heads": heads, "num_query_groups": heads, "kv_channels": keys.size(config, "v_head_dim")}
-
-
-def _write_attention(model: ModelShape) -> keys.Config:
-    heads = model.num_attention_heads
-    return {
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-    }
-
-
 def leading_dense(key: str, default: int = 0) -> keys.Rule:
     """How many layers, the first ones, have no experts; `default` where the key is absent."""
 
@@ -62,11 +49,11 @@ def _read_size_of_shared(config: keys.Config) -> keys.Fields:
     return {}
 
 
-def _write_size_of_shared(model: ModelShape) -> keys.Config:
-    return {"moe_shared_expert_intermediate_size": model.moe.ffn_hidden_size} if model.moe else {}
-
-
-SHARED_EXPERT_SIZE = keys.Rule(("moe_shared_expert_intermediate_size",), _read_size_of_shared, _write_size_of_shared)
+SHARED_EXPERT_SIZE = keys.Rule(
+    ("moe_shared_expert_intermediate_size",),
+    _read_size_of_shared,
+    lambda model: {"moe_shared_expert_intermediate_size": model.moe.ffn_hidden_size} if model.moe else {},
+)
 """Of one shared expert, that of a routed one."""
 
 
@@ -123,7 +110,14 @@ def latent_attention(q_lora_rank: int | None) -> tuple[keys.Entry, ...]:
     return (
         *keys.SIZES,
         keys.SILU,
-        keys.Rule(("num_attention_heads",), _read_attention, _write_attention),
+        keys.Rule(
+            ("num_attention_heads",),
+            lambda config: {
+                **dict.fromkeys(("num_attention_heads", "num_query_groups"), keys.size(config, "num_attention_heads")),
+                "kv_channels": keys.size(config, "v_head_dim"),
+            },
+            lambda model: dict.fromkeys(("num_attention_heads", "num_key_value_heads"), model.num_attention_heads),
+        ),
         keys.Key("mla.q_lora_rank", "q_lora_rank", None, absent=q_lora_rank),
         keys.Key("mla.kv_lora_rank", "kv_lora_rank"),
         keys.Key("mla.qk_head_dim", "qk_nope_head_dim"),

@@ -4,16 +4,14 @@ from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import numbered_layers
 from precisionctl.model.model_shape import ModelShape
 
-
-def _read(config: keys.Config) -> keys.Fields:
-    return {**keys.EVERY_LAYER_SPARSE.read(config), "moe.ffn_hidden_size": keys.size(config, "intermediate_size")}
-
-
-def _write(model: ModelShape) -> keys.Config:
-    return {"intermediate_size": model.moe.ffn_hidden_size} if model.moe else {}
-
-
-INTERMEDIATE_SIZE_OF_EXPERTS = keys.Rule((), _read, _write)
+INTERMEDIATE_SIZE_OF_EXPERTS = keys.Rule(
+    (),
+    lambda config: {
+        **keys.EVERY_LAYER_SPARSE.read(config),
+        "moe.ffn_hidden_size": keys.size(config, "intermediate_size"),
+    },
+    lambda model: {"intermediate_size": model.moe.ffn_hidden_size} if model.moe else {},
+)
 """Experts in every layer, of which `intermediate_size` is one's (SIZES read it as an MLP's)."""
 
 JITTER = keys.Rule(("router_jitter_noise",))

@@ -12,7 +12,6 @@ from precisionctl.architectures.head_rearrangements import QGKV
 from precisionctl.architectures.param_map import Architecture, Row, renamed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama, moe_rows as moe
-from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import ROWS
 
 _LOCAL = all_but_every(4, "global_attn_every_n_layers")
@@ -25,21 +24,9 @@ _RENAMED = {
 }
 
 
-def _read_layers(config: keys.Config) -> keys.Fields:
-    return {**_WINDOW.read(config), "rope_layers": tuple(layers_in_window(config, _LOCAL))}
-
-
-def _write_layers(model: ModelShape) -> keys.Config:
-    return {**_WINDOW.write(model), "layer_types": layer_types(model)}
-
-
 def _read_scale(config: keys.Config) -> keys.Fields:
     scaled = keys.is_on(config, "mup_enabled")
     return {"embedding_multiplier": keys.size(config, "hidden_size") ** 0.5 if scaled else 1.0}
-
-
-def _write_scale(model: ModelShape) -> keys.Config:
-    return {"mup_enabled": model.embedding_multiplier != 1}
 
 
 GATED_QKV = Row(
@@ -69,7 +56,11 @@ ARCHITECTURE = Architecture(
         keys.Always("qk_layernorm", True),
         keys.Always("attention_output_gate", True),
         keys.Always("post_layernorms", True),
-        keys.Rule(("mup_enabled",), _read_scale, _write_scale),
+        keys.Rule(
+            ("mup_enabled",),
+            _read_scale,
+            lambda model: {"mup_enabled": model.embedding_multiplier != 1},
+        ),
         keys.Key("moe.num_experts", "num_experts"),
         keys.Key("moe.topk", "num_experts_per_tok", 6),
         keys.Key("moe.ffn_hidden_size", "moe_intermediate_size"),
@@ -83,7 +74,11 @@ ARCHITECTURE = Architecture(
         keys.Key("moe.topk_scaling_factor", "route_scale", 1.0),
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(),
-        keys.Rule(_WINDOW.keys, _read_layers, _write_layers),
+        keys.Rule(
+            _WINDOW.keys,
+            lambda config: {**_WINDOW.read(config), "rope_layers": tuple(layers_in_window(config, _LOCAL))},
+            lambda model: {**_WINDOW.write(model), "layer_types": layer_types(model)},
+        ),
         keys.tied(False),
     ),
     names_by="this project",

@@ -96,21 +96,12 @@ def _read_rope(config: keys.Config) -> keys.Fields:
     return _ROPE.read({**config, "rope_scaling": None})
 
 
-def _write_rope(model: ModelShape) -> keys.Config:
-    scaling = model.rope_scaling or {"rope_type": "default"}
-    return {"rope_parameters": {**scaling, "rope_theta": model.rotary_base}}
-
-
 def _read_norm(config: keys.Config) -> keys.Fields:
     epsilon = config.get("rms_norm_eps")
     if epsilon is not None:
         return {"normalization": "RMSNorm", "norm_epsilon": real(epsilon, "rms_norm_eps")}
     epsilon = real(config.get("layer_norm_eps", 1e-5), "layer_norm_eps")
     return {"normalization": "LayerNorm", "norm_epsilon": epsilon}
-
-
-def _write_norm(model: ModelShape) -> keys.Config:
-    return {"layer_norm_eps" if model.layer_norms else "rms_norm_eps": model.norm_epsilon}
 
 
 ARCHITECTURE = Architecture(
@@ -123,7 +114,11 @@ ARCHITECTURE = Architecture(
         keys.heads(head_dim=128),
         keys.Only("use_qk_norm", False),
         keys.Only("use_parallel_block", True),
-        keys.Rule(("rms_norm_eps", "layer_norm_eps"), _read_norm, _write_norm),
+        keys.Rule(
+            ("rms_norm_eps", "layer_norm_eps"),
+            _read_norm,
+            lambda model: {"layer_norm_eps" if model.layer_norms else "rms_norm_eps": model.norm_epsilon},
+        ),
         keys.Key("moe.num_experts", "num_experts", 8),
         keys.Key("moe.topk", "num_experts_per_tok", 2),
         keys.Rule(
@@ -135,7 +130,17 @@ ARCHITECTURE = Architecture(
             _write_sizes,
         ),
         keys.Rule(("expert_selection_fn", "norm_topk_prob"), _read_router, _write_router),
-        keys.Rule(_ROPE.keys, _read_rope, _write_rope),
+        keys.Rule(
+            _ROPE.keys,
+            _read_rope,
+            lambda model: {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    **(model.rope_scaling or {}),
+                    "rope_theta": model.rotary_base,
+                }
+            },
+        ),
         keys.Rule((*_LAYERS.keys, *_WINDOW.keys), _read_layers, _write_layers),
     ),
     names_by="this project",

@@ -8,15 +8,9 @@ from precisionctl.architectures.config_layers import but_first_of_four, sliding_
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import LLAMA3, rope
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
-from precisionctl.model.model_shape import ModelShape
 
 _LENGTH = 8192  # where none is said
 _ROPE = {"rope_type": "llama3", "rope_theta": 1000000.0, "factor": 16.0, **LLAMA3}
-
-
-def _write_for_class(model: ModelShape) -> keys.Config:
-    """What its class takes no null for; a window, though no layer has it."""
-    return {"bos_token_id": 128000, **({"sliding_window": _LENGTH} if model.sliding_window is None else {})}
 
 
 ARCHITECTURE = Architecture(
@@ -32,6 +26,7 @@ ARCHITECTURE = Architecture(
         rope(1000000.0, scaling=_ROPE),
         sliding_window(but_first_of_four, absent=_LENGTH),
         keys.tied(False),
-        keys.Rule((), write=_write_for_class),
+        # its class takes no null for these, whether or not a layer has the window
+        keys.Rule((), write=lambda model: {"bos_token_id": 128000, "sliding_window": model.sliding_window or _LENGTH}),
     ),
 )

@@ -87,15 +87,6 @@ def _write_layers(model: ModelShape) -> keys.Config:
     }
 
 
-def _read_sizes(config: keys.Config) -> keys.Fields:
-    inner = keys.size(config, "moe_intermediate_size", absent=2048)
-    return dict.fromkeys(("ffn_hidden_size", "moe.ffn_hidden_size", "moe.shared_ffn_hidden_size"), inner)
-
-
-def _write_sizes(model: ModelShape) -> keys.Config:
-    return {"moe_intermediate_size": model.moe and model.moe.ffn_hidden_size}
-
-
 _BASE, _COMPRESSED_BASE, _TURNING = 10000.0, 160000.0, 64 / 512
 _KEYS_OF_ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "compress_rope_theta", "partial_rotary_factor")
 
@@ -145,15 +136,15 @@ def _write_rope(model: ModelShape) -> keys.Config:
     }
 
 
-def _read_vocabulary(config: keys.Config) -> keys.Fields:
-    return keys.VOCABULARY.read({"vocab_size": 129280} | dict(config))
-
-
 ARCHITECTURE = Architecture(
     model_types={"deepseek_v4": "DeepseekV4ForCausalLM"},
     rows=ROWS_OF_MODEL,
     config=(
-        keys.Rule(("vocab_size",), _read_vocabulary, keys.VOCABULARY.write),
+        keys.Rule(
+            ("vocab_size",),
+            lambda config: keys.VOCABULARY.read({"vocab_size": 129280, **config}),
+            keys.VOCABULARY.write,
+        ),
         keys.Rule(
             (
                 *("num_hidden_layers", "layer_types", "compress_ratios", "mlp_layer_types", "num_hash_layers"),
@@ -166,7 +157,14 @@ ARCHITECTURE = Architecture(
         keys.Synonyms({"num_local_experts": "n_routed_experts", "intermediate_size": "moe_intermediate_size"}),
         keys.Key("hidden_size", "hidden_size", 4096),
         keys.Key("max_position_embeddings", "max_position_embeddings", 1 << 20),
-        keys.Rule(("moe_intermediate_size",), _read_sizes, _write_sizes),
+        keys.Rule(
+            ("moe_intermediate_size",),
+            lambda config: dict.fromkeys(
+                ("ffn_hidden_size", "moe.ffn_hidden_size", "moe.shared_ffn_hidden_size"),
+                keys.size(config, "moe_intermediate_size", absent=2048),
+            ),
+            lambda model: {"moe_intermediate_size": model.moe and model.moe.ffn_hidden_size},
+        ),
         keys.Only("n_shared_experts", 1),
         keys.Key("num_attention_heads", "num_attention_heads", 64),
         keys.Only("num_key_value_heads", 1, "num_query_groups", 1),

@@ -11,7 +11,6 @@ from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.shared.delta_net_rows import DENSE, prediction
 from precisionctl.architectures.tables.exaone4 import WINDOWS
-from precisionctl.model.model_shape import ModelShape
 
 _BIAS = Either(renamed(moe.EXPERT_BIAS, {"mlp.gate.": "mlp."}), in_memory=moe.EXPERT_BIAS)
 
@@ -19,15 +18,6 @@ _BIAS = Either(renamed(moe.EXPERT_BIAS, {"mlp.gate.": "mlp."}), in_memory=moe.EX
 def _read_prediction(config: keys.Config) -> keys.Fields:
     number = keys.one_or_none(config, "num_nextn_predict_layers")
     return {"mtp_num_layers": number, "mtp_dense": bool(number)}
-
-
-def _write_prediction(model: ModelShape) -> keys.Config:
-    return {"num_nextn_predict_layers": model.mtp_num_layers}
-
-
-def _write_experts(model: ModelShape) -> keys.Config:
-    """By which SGLang goes."""
-    return {"is_moe_layer": [model.has_experts(layer) for layer in range(model.num_layers)]}
 
 
 ARCHITECTURE = Architecture(
@@ -49,7 +39,10 @@ ARCHITECTURE = Architecture(
         keys.Key("moe.ffn_hidden_size", "moe_intermediate_size"),
         deepseek_keys.shared_experts("num_shared_experts", 1),
         deepseek_keys.experts_by_list(dense=1, key="first_k_dense_replace"),
-        keys.Rule(("is_moe_layer",), write=_write_experts),
+        keys.Rule(  # by which SGLang goes
+            ("is_moe_layer",),
+            write=lambda model: {"is_moe_layer": [model.has_experts(layer) for layer in range(model.num_layers)]},
+        ),
         keys.Only("scoring_func", "sigmoid", "moe.score_function", "sigmoid"),
         keys.Always("moe.expert_bias", True),
         keys.Only("norm_topk_prob", True),
@@ -60,7 +53,11 @@ ARCHITECTURE = Architecture(
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(),
         *WINDOWS,
-        keys.Rule(("num_nextn_predict_layers",), _read_prediction, _write_prediction),
+        keys.Rule(
+            ("num_nextn_predict_layers",),
+            _read_prediction,
+            lambda model: {"num_nextn_predict_layers": model.mtp_num_layers},
+        ),
         keys.tied(False),
     ),
 )

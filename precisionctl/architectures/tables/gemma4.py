@@ -183,15 +183,17 @@ def _write_experts(model: ModelShape) -> keys.Config:
     }
 
 
-def _read_windows(config: keys.Config) -> keys.Fields:
-    return window_fields(config, _windows(config), 512)
-
-
 def _read_heads(config: keys.Config) -> keys.Fields:
     sizes = {**_ABSENT, **config}
     keys_are_values = keys.is_on(config, "attention_k_eq_v")
+    own: dict[str, Any]  # what layers without a window have otherwise than the others
     if "per_layer_config" in config:
-        own = _of_layers(config, _windows(config))
+        windows, by_layer = _windows(config), sizes_by_layer(config)
+        own = by_layer.get(str(len(windows) - 1), {})
+        expected = {str(layer): own for layer, in_window in enumerate(windows) if own and not in_window}
+        if by_layer != expected or not own.keys() <= {"head_dim", "num_key_value_heads"}:
+            what = f"per_layer_config={shown(config['per_layer_config'])} is not one number and size of heads"
+            raise UnknownArchitecture(f"{what} for all layers without a window")
     else:
         own = {"head_dim": keys.size(sizes, "global_head_dim")}
         if keys_are_values and sizes.get("num_global_key_value_heads") is not None:
@@ -205,17 +207,6 @@ def _read_heads(config: keys.Config) -> keys.Fields:
         "global_attention.kv_channels": own.get("head_dim", head),
         "global_attention.keys_are_values": keys_are_values,
     }
-
-
-def _of_layers(config: keys.Config, windows: list[bool]) -> dict[str, Any]:
-    """What all layers without a window have otherwise than the others; these have nothing."""
-    by_layer = sizes_by_layer(config)
-    own: dict[str, Any] = by_layer.get(str(len(windows) - 1), {})
-    expected = {str(layer): own for layer, in_window in enumerate(windows) if own and not in_window}
-    if by_layer != expected or not own.keys() <= {"head_dim", "num_key_value_heads"}:
-        what = f"per_layer_config={shown(config['per_layer_config'])} is not one number and size of heads"
-        raise UnknownArchitecture(f"{what} for all layers without a window")
-    return own
 
 
 def _write_heads(model: ModelShape) -> keys.Config:
@@ -291,7 +282,11 @@ ARCHITECTURE = Architecture(
         keys.Key("final_logit_softcapping", "final_logit_softcapping", None),
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
         rope_by_kind(1e6, 1e4, absent=_ROPE),
-        keys.Rule(("sliding_window", "layer_types"), _read_windows, write_window),
+        keys.Rule(
+            ("sliding_window", "layer_types"),
+            lambda config: window_fields(config, _windows(config), 512),
+            write_window,
+        ),
         keys.tied(True),
     ),
     names_by="this project",

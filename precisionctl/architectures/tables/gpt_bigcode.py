@@ -8,16 +8,6 @@ from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Alias, Architecture
 from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.tables.gpt2 import OF_LINEARS, SIZES
-from precisionctl.model.model_shape import ModelShape
-
-
-def _read_groups(config: keys.Config) -> keys.Fields:
-    return {"num_query_groups": 1 if keys.is_on(config, "multi_query", True) else keys.size(config, "n_head")}
-
-
-def _write_groups(model: ModelShape) -> keys.Config:
-    return {"multi_query": model.num_query_groups == 1}
-
 
 ARCHITECTURE = Architecture(
     model_types={"gpt_bigcode": "GPTBigCodeForCausalLM"},
@@ -25,7 +15,13 @@ ARCHITECTURE = Architecture(
     config=(
         *(entry for entry in SIZES if "activation_function" not in entry.keys),
         keys.activation("activation_function", {**keys.GELU_TANH, "gelu": "gelu"}, "gelu_pytorch_tanh"),
-        keys.Rule(("multi_query",), _read_groups, _write_groups),
+        keys.Rule(
+            ("multi_query",),
+            lambda config: {
+                "num_query_groups": 1 if keys.is_on(config, "multi_query", True) else keys.size(config, "n_head")
+            },
+            lambda model: {"multi_query": model.num_query_groups == 1},
+        ),
         keys.Always("position_embedding", "learned_absolute"),
         *keys.ALL_BIASES,
         keys.Only("scale_attn_weights", True),

@@ -8,17 +8,12 @@ from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, renamed
 from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.tables.gpt2 import SIZES
-from precisionctl.model.model_shape import ModelShape
 
 
 def _read_rotary(config: keys.Config) -> keys.Fields:
     head = keys.size(config, "n_embd") // keys.size(config, "n_head")
     turned = head if config.get("rotary_dim", 64) is None else keys.size(config, "rotary_dim", absent=64)
     return {"rotary_percent": turned / max(1, head), "rotary_interleaved": True}
-
-
-def _write_rotary(model: ModelShape) -> keys.Config:
-    return {"rotary_dim": model.rotary_size}
 
 
 ARCHITECTURE = Architecture(
@@ -49,7 +44,7 @@ ARCHITECTURE = Architecture(
     ),
     config=(
         *SIZES,
-        keys.Rule(("rotary_dim",), _read_rotary, _write_rotary),
+        keys.Rule(("rotary_dim",), _read_rotary, lambda model: {"rotary_dim": model.rotary_size}),
         keys.Always("mlp_bias", True),
         keys.Always("output_bias", True),
         keys.Always("parallel_residual", True),

@@ -46,14 +46,12 @@ def _read_layers(config: keys.Config) -> keys.Fields:
     }
 
 
-def _base(model: ModelShape, layer: int) -> float:
-    if model.rope_layers and not model.rope_layers[layer]:
-        return 0
-    return (model.rotary_base_local if model.in_window(layer) else None) or model.rotary_base
-
-
 def _write_layers(model: ModelShape) -> keys.Config:
-    bases = [_base(model, layer) for layer in range(model.num_layers)]
+    bases = []
+    for layer in range(model.num_layers):
+        local = model.rotary_base_local if model.in_window(layer) else None
+        turns = not model.rope_layers or model.rope_layers[layer]
+        bases.append((local or model.rotary_base) if turns else 0)
     return {
         **_ROPE.write(model),
         **_WINDOW.write(model),

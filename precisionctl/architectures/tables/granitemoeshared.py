@@ -9,14 +9,9 @@ from precisionctl.architectures.shared import llama_rows as llama, moe_rows as m
 from precisionctl.architectures.tables.granite import COMMON
 from precisionctl.architectures.tables.granitemoe import EXPERT_KEYS, EXPERTS
 
-
-def _read_shared(config: keys.Config) -> keys.Fields:
-    return {"moe.shared_ffn_hidden_size": keys.count(config, "shared_intermediate_size") or None}
-
-
 SHARED = keys.Rule(
     ("shared_intermediate_size",),
-    _read_shared,
+    lambda config: {"moe.shared_ffn_hidden_size": keys.count(config, "shared_intermediate_size") or None},
     lambda model: {"shared_intermediate_size": (model.moe and model.moe.shared_ffn_hidden_size) or 0},
 )
 

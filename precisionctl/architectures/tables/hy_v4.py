@@ -18,7 +18,6 @@ from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llam
 from precisionctl.architectures.shared.hyper_connection_rows import head, hyper_connection
 from precisionctl.architectures.tables.glm_moe_dsa import write_indexers
 from precisionctl.architectures.tables.gpt_oss import SINKS
-from precisionctl.model.model_shape import ModelShape
 
 _OF_INDEXER = {
     "linear_wq_b.weight": INDEX_QUERIES,
@@ -71,20 +70,16 @@ _PREDICTION = deepseek_rows.prediction(
 )
 
 
+_SPARSE = "deepseek_sparse_attention"
+"""What published files call all layers, and engines look for; transformers reads it as its own word."""
+
+
 def _read_layers(config: keys.Config) -> keys.Fields:
     listed_layers(config, dict.fromkeys(("indexed_attention", _SPARSE), True))  # raises for another kind
     listed = listed_layers(config, {"full": True, "shared": False}, "indexer_types")
     if listed is None:
         listed = [layer == 0 or layer % 4 == 1 for layer in range(keys.layers(config))]
     return {"dsa.layers": tuple(listed)}
-
-
-_SPARSE = "deepseek_sparse_attention"
-"""What published files call all layers, and engines look for; transformers reads it as its own word."""
-
-
-def _write_layers(model: ModelShape) -> keys.Config:
-    return {"layer_types": [_SPARSE] * model.num_layers, **write_indexers(model)}
 
 
 ARCHITECTURE = Architecture(
@@ -108,7 +103,11 @@ ARCHITECTURE = Architecture(
         keys.Key("dsa.n_heads", "index_n_heads", 16),
         *deepseek_keys.INDEXER,
         keys.Always("dsa.rope_interleaved", True),
-        keys.Rule(("layer_types", "indexer_types"), _read_layers, _write_layers),
+        keys.Rule(
+            ("layer_types", "indexer_types"),
+            _read_layers,
+            lambda model: {"layer_types": [_SPARSE] * model.num_layers, **write_indexers(model)},
+        ),
         keys.Only("gated_mla", True),
         keys.Only("gating_type", "elementwise", "linear_gate", "sigmoid per element"),
         keys.Only("learnable_sink", True, "softmax_offset", True),

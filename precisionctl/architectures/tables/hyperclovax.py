@@ -9,7 +9,6 @@ from precisionctl.architectures.param_map import Architecture, only_with, rename
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.model.model_parts import real
-from precisionctl.model.model_shape import ModelShape
 
 _NORMS_AFTER = only_with(
     "post_layernorms",
@@ -27,10 +26,6 @@ def _read_attention(config: keys.Config) -> keys.Fields:
     return {"query_pre_attn_scalar": real(said, "attention_multiplier") ** -2}
 
 
-def _write_attention(model: ModelShape) -> keys.Config:
-    return {"attention_multiplier": (model.query_pre_attn_scalar or model.kv_channels) ** -0.5}
-
-
 ARCHITECTURE = Architecture(
     model_types={"hyperclovax": "HyperCLOVAXForCausalLM"},
     rows=llama.model_rows(*llama.ATTENTION_NORM, *llama.ATTENTION, *llama.MLP_NORM, *llama.MLP, *_NORMS_AFTER),
@@ -43,7 +38,11 @@ ARCHITECTURE = Architecture(
         keys.Key("embedding_multiplier", "embedding_multiplier", 1.0),
         keys.Key("residual_multiplier", "residual_multiplier", 1.0),
         keys.Key("logit_multiplier", "logits_scaling", 1.0),
-        keys.Rule(("attention_multiplier",), _read_attention, _write_attention),
+        keys.Rule(
+            ("attention_multiplier",),
+            _read_attention,
+            lambda model: {"attention_multiplier": (model.query_pre_attn_scalar or model.kv_channels) ** -0.5},
+        ),
         keys.Key("post_layernorms", "use_post_norm", True),
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
         rope(),

@@ -23,7 +23,6 @@ from precisionctl.architectures.shared.kda_keys import (
     write_sizes,
 )
 from precisionctl.architectures.shared.kda_rows import in_memory, kda
-from precisionctl.model.model_shape import ModelShape
 
 _KDA = kda(low_rank=True, a_log=Squeezed((1, 1, -1, 1)))
 _SPARSE = {".mlp.": ".block_sparse_moe."}
@@ -37,20 +36,12 @@ _ABSENT = {"head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4}
 def _read_kda(config: keys.Config) -> keys.Fields:
     said = checked(config.get("linear_attn_config", {}), "kimi_linear")
     sizes = read_sizes(said, config, _ABSENT)
-    return {**sizes, "gdn.layers": tuple(_read_layers(config, said))}
-
-
-def _read_layers(config: keys.Config, said: keys.Config) -> list[bool]:
-    listed, number = listed_layers(config, KINDS), keys.layers(config)
-    if listed is not None:
-        return listed
-    if not all(key in said for key in LISTS):
-        return [not layer or layer % 4 != 0 for layer in range(number)]  # from 0; lists count from 1
-    return shared_out(said, number)
-
-
-def _write_kda(model: ModelShape) -> keys.Config:
-    return {"linear_attn_config": {**write_sizes(model.gdn), **layer_lists(model)}} if model.gdn else {}
+    of_kda = listed_layers(config, KINDS)
+    if of_kda is None:
+        number, listed = keys.layers(config), all(key in said for key in LISTS)
+        unlisted = [not layer or layer % 4 != 0 for layer in range(number)]  # from 0; lists count from 1
+        of_kda = shared_out(said, number) if listed else unlisted
+    return {**sizes, "gdn.layers": tuple(of_kda)}
 
 
 ARCHITECTURE = Architecture(
@@ -66,7 +57,11 @@ ARCHITECTURE = Architecture(
     ),
     config=(
         *common(published=True, number=256, group_counts=(1, 1), scaling=2.446),
-        keys.Rule(("layer_types", "linear_attn_config", *BESIDE.values()), _read_kda, _write_kda),
+        keys.Rule(
+            ("layer_types", "linear_attn_config", *BESIDE.values()),
+            _read_kda,
+            lambda model: {"linear_attn_config": {**write_sizes(model.gdn), **layer_lists(model)}} if model.gdn else {},
+        ),
         keys.in_all_layers("rope_layers", False),
         deepseek_keys.experts_by_list(dense=1, key="first_k_dense_replace"),
         keys.Only("mla_use_nope", True),

@@ -107,10 +107,6 @@ def _read_gate(config: keys.Config) -> keys.Fields:
     return {"linear_gate": kind}
 
 
-def _write_gate(model: ModelShape) -> keys.Config:
-    return {"gating": next((word for word, kind in _GATES.items() if kind == model.linear_gate), None)}
-
-
 def _read_layers(config: keys.Config) -> keys.Fields:
     fields = _EXPERTS.read(config)
     said = {key: config[key] for key in _BY_NUMBER.keys if config.get(key) is not None}
@@ -118,10 +114,6 @@ def _read_layers(config: keys.Config) -> keys.Fields:
         what = f"{shown(said)} is said, and transformers takes other layers for dense ones"
         raise DamagedCheckpoint(what, do="Say in mlp_layer_types which layers are `dense` and `sparse`.")
     return fields
-
-
-def _write_layers(model: ModelShape) -> keys.Config:
-    return {**_EXPERTS.write(model), **_BY_NUMBER.write(model)}
 
 
 ARCHITECTURE = Architecture(
@@ -141,12 +133,20 @@ ARCHITECTURE = Architecture(
             _write_attention,
         ),
         keys.Always("qk_layernorm", True),
-        keys.Rule(("gating", "gating_types"), _read_gate, _write_gate),
+        keys.Rule(
+            ("gating", "gating_types"),
+            _read_gate,
+            lambda model: {"gating": next((word for word, kind in _GATES.items() if kind == model.linear_gate), None)},
+        ),
         keys.Key("moe.num_experts", "num_experts"),
         keys.Key("moe.topk", "num_experts_per_tok", 8),
         keys.Key("moe.ffn_hidden_size", "moe_intermediate_size"),
         keys.Key("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 512),
-        keys.Rule((*_EXPERTS.keys, *_BY_NUMBER.keys), _read_layers, _write_layers),
+        keys.Rule(
+            (*_EXPERTS.keys, *_BY_NUMBER.keys),
+            _read_layers,
+            lambda model: {**_EXPERTS.write(model), **_BY_NUMBER.write(model)},
+        ),
         keys.Always("moe.score_function", "sigmoid"),
         keys.Always("moe.expert_bias", True),
         keys.Only("norm_topk_prob", True),

@@ -113,13 +113,6 @@ COMMON: tuple[keys.Entry, ...] = (
 )
 
 _WIDTHS = keys.Synonyms({"block_dim": "hidden_size", "conv_dim": "hidden_size"})
-
-
-def _write_widths(model: ModelShape) -> keys.Config:
-    """By which vLLM goes."""
-    return dict.fromkeys(_WIDTHS.keys, model.hidden_size)
-
-
 _CHANNELS = ("block_auto_adjust_ff_dim", "block_multiple_of", "block_ffn_dim_multiplier")
 
 ARCHITECTURE = Architecture(
@@ -130,7 +123,9 @@ ARCHITECTURE = Architecture(
         keys.Key("hidden_size", "hidden_size", 2560),
         keys.Rule(("intermediate_size", "block_ff_dim", *_CHANNELS), _read_channels, _write_channels),
         keys.Rule(("layer_types", "full_attn_idxs"), _read_layers, write_layer_types),
-        keys.Rule(_WIDTHS.keys, _WIDTHS.read, _write_widths),
+        keys.Rule(  # by which vLLM goes
+            _WIDTHS.keys, _WIDTHS.read, lambda model: dict.fromkeys(_WIDTHS.keys, model.hidden_size)
+        ),
         keys.Synonyms({"num_heads": "num_attention_heads"}),
         keys.Synonyms({"block_norm_eps": "norm_eps"}),
         keys.Only("block_use_swiglu", True),

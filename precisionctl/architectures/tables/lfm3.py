@@ -13,7 +13,6 @@ from precisionctl.architectures.param_map import Architecture, Either, only_in, 
 from precisionctl.architectures.rope import KEYS, rope_of_kinds, write_rope_of_kinds
 from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.tables.lfm2 import CONVOLUTION, ENDING, NAMES
-from precisionctl.model.model_shape import ModelShape
 
 _GATE = Either(
     only_in("attention", renamed(llama.LINEAR_GATE, {".g_proj.": ".gate_proj."})),
@@ -65,18 +64,6 @@ def _read_layers(config: keys.Config) -> keys.Fields:
     }
 
 
-def _write_layers(model: ModelShape) -> keys.Config:
-    return {**write_window(model), **write_rope_of_kinds(model)}
-
-
-def _read_gate(config: keys.Config) -> keys.Fields:
-    return {"linear_gate": "sigmoid per head" if keys.is_on(config, "use_attention_gate", True) else None}
-
-
-def _write_gate(model: ModelShape) -> keys.Config:
-    return {"use_attention_gate": model.linear_gate is not None}
-
-
 ARCHITECTURE = Architecture(
     model_types={"lfm3": "Lfm3ForCausalLM"},
     rows=llama.model_rows(*renamed(_BLOCKS, _NAMES), _GATE, *_AFTER, ending=ENDING),
@@ -89,10 +76,20 @@ ARCHITECTURE = Architecture(
         keys.heads(num_attention_heads=16, num_key_value_heads=4, head_dim=128),
         keys.Only("attention_bias", False),
         keys.Always("qk_layernorm", True),
-        keys.Rule(("use_attention_gate",), _read_gate, _write_gate),
+        keys.Rule(
+            ("use_attention_gate",),
+            lambda config: {
+                "linear_gate": "sigmoid per head" if keys.is_on(config, "use_attention_gate", True) else None
+            },
+            lambda model: {"use_attention_gate": model.linear_gate is not None},
+        ),
         keys.Key("short_conv.kernel_dim", "conv_L_cache", 7),
         keys.Only("conv_bias", False),
-        keys.Rule(("layer_types", "sliding_window", *KEYS), _read_layers, _write_layers),
+        keys.Rule(
+            ("layer_types", "sliding_window", *KEYS),
+            _read_layers,
+            lambda model: {**write_window(model), **write_rope_of_kinds(model)},
+        ),
         keys.Rule(
             ("use_sandwich_norm",),
             lambda config: {"post_layernorms": keys.is_on(config, "use_sandwich_norm", True)},

@@ -49,10 +49,6 @@ def _with_rope(config: keys.Config) -> tuple[bool, ...]:
     return with_rope({**config, "no_rope_layers": None if listed == [] else listed})
 
 
-def _read_rope_layers(config: keys.Config) -> keys.Fields:
-    return {"rope_layers": _with_rope(config)}
-
-
 def _read_query_scaling(config: keys.Config) -> keys.Fields:
     if not keys.is_on(config, "attn_temperature_tuning", True):
         return {}
@@ -120,7 +116,7 @@ ARCHITECTURE = Architecture(
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
         keys.Always("rotary_interleaved", True),
         rope(500000.0),
-        keys.Rule(ROPE_LAYERS.keys, _read_rope_layers, ROPE_LAYERS.write),
+        keys.Rule(ROPE_LAYERS.keys, lambda config: {"rope_layers": _with_rope(config)}, ROPE_LAYERS.write),
         keys.Rule(("attention_chunk_size", "layer_types", *ROPE_LAYERS.keys), _read_chunks, _write_chunks),
         keys.Rule(("attn_temperature_tuning", "attn_scale", "floor_scale"), _read_query_scaling, _write_query_scaling),
         keys.tied(False),

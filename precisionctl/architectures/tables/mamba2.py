@@ -11,7 +11,6 @@ from precisionctl.architectures.param_map import TIED, Architecture, renamed
 from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.shared.mamba_keys import mixer_heads, step_limits
 from precisionctl.architectures.shared.mamba_rows import BEFORE_MIXER, FINAL_NORM, MIXER
-from precisionctl.model.model_shape import ModelShape
 
 _NAMES = {
     "model.embed_tokens.": "backbone.embeddings.",
@@ -34,10 +33,6 @@ def _read_heads(config: keys.Config) -> keys.Fields:
     return {**mixer, **of_attention, "ffn_hidden_size": number * head}
 
 
-def _write_layers(model: ModelShape) -> keys.Config:
-    return {"num_hidden_layers": model.num_layers}
-
-
 ARCHITECTURE = Architecture(
     model_types={"mamba2": "Mamba2ForCausalLM"},
     rows=(
@@ -46,7 +41,7 @@ ARCHITECTURE = Architecture(
         *llama.OUTPUT,
     ),
     config=(
-        keys.Rule(("num_hidden_layers",), _read_layers, _write_layers),
+        keys.Rule(("num_hidden_layers",), _read_layers, keys.LAYERS.write),
         keys.Key("hidden_size", "hidden_size", 4096),
         keys.VOCABULARY,
         keys.Always("max_position_embeddings", 262144),

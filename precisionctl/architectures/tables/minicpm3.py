@@ -36,10 +36,6 @@ def _read_latents(config: keys.Config) -> keys.Fields:
     return {name: value for entry in _LATENT for name, value in entry.read(config).items()}
 
 
-def _write_latents(model: ModelShape) -> keys.Config:
-    return {key: value for entry in _LATENT for key, value in entry.write(model).items()}
-
-
 def _read_scales(config: keys.Config) -> keys.Fields:
     said = {"scale_depth": 1.4, "dim_model_base": 256} | dict(config)
     depth, root = said["scale_depth"], keys.layers(config) ** 0.5
@@ -62,7 +58,12 @@ ARCHITECTURE = Architecture(
     model_types={"minicpm3": "MiniCPM3ForCausalLM"},
     rows=llama.model_rows(*_ATTENTION, *llama.MLP_NORM, *llama.MLP),
     config=(
-        keys.Rule(_LATENT_KEYS, _read_latents, _write_latents, _KEYS_OF_LATENTS),
+        keys.Rule(
+            _LATENT_KEYS,
+            _read_latents,
+            lambda model: {key: value for entry in _LATENT for key, value in entry.write(model).items()},
+            _KEYS_OF_LATENTS,
+        ),
         keys.Only("mlp_bias", False),
         keys.Key("embedding_multiplier", "scale_emb", 12),
         keys.Always("rounded_embedding_multiplier", True),

@@ -56,24 +56,19 @@ _BLOCK = {
 }
 _NUMBERED = moe.experts("model.layers.{layer}.mlp.experts")
 
-
-def _saved_or_published(in_memory: tuple[Row, ...], published: tuple[Row, ...]) -> Either:
-    return Either(in_memory, for_engines=published)
-
-
 _ROWS = llama.model_rows(
     *llama.ATTENTION_NORM,
     *llama.QKV_LINEAR,
     *llama.QK_NORMS,
     *llama.PROJ,
-    _saved_or_published(_INDEXERS, _PUBLISHED_INDEXERS),
+    Either(_INDEXERS, for_engines=_PUBLISHED_INDEXERS),
     *llama.MLP_NORM,
-    _saved_or_published(only_in("dense", llama.JOINED_MLP[:1]), llama.MLP[:1]),
+    Either(only_in("dense", llama.JOINED_MLP[:1]), for_engines=llama.MLP[:1]),
     llama.DOWN,
     *moe.MOE_NORM,
-    _saved_or_published(
+    Either(
         (*moe.WIDE_ROUTER, *moe.EXPERT_BIAS, _JOINED_SHARED, *moe.SHARED_EXPERTS[1:], *moe.FUSED),
-        renamed((*moe.WIDE_ROUTER, *moe.EXPERT_BIAS, *moe.SHARED_EXPERTS, *_NUMBERED), _BLOCK),
+        for_engines=renamed((*moe.WIDE_ROUTER, *moe.EXPERT_BIAS, *moe.SHARED_EXPERTS, *_NUMBERED), _BLOCK),
     ),
 )
 
@@ -110,10 +105,6 @@ def _by_layer(
 def _read_experts(config: keys.Config) -> keys.Fields:
     found = _by_layer(config, deepseek_keys.MLPS, "mlp_layer_types", config.get("moe_layer_freq"), "moe_layer_freq")
     return {"moe.layer_freq": (True,) * keys.layers(config) if found is None else tuple(found)}
-
-
-def _write_experts(model: ModelShape) -> keys.Config:
-    return {"moe_layer_freq": [int(model.has_experts(layer)) for layer in range(model.num_layers)]}
 
 
 def _read_indexer(config: keys.Config) -> keys.Fields:
@@ -176,7 +167,11 @@ ARCHITECTURE = Architecture(
         keys.Key("moe.ffn_hidden_size", "intermediate_size", 3072),
         keys.Only("n_shared_experts", 1),
         keys.Key("moe.shared_ffn_hidden_size", "shared_intermediate_size", 3072),
-        keys.Rule(("mlp_layer_types", "moe_layer_freq"), _read_experts, _write_experts),
+        keys.Rule(
+            ("mlp_layer_types", "moe_layer_freq"),
+            _read_experts,
+            lambda model: {"moe_layer_freq": [int(model.has_experts(layer)) for layer in range(model.num_layers)]},
+        ),
         keys.Only("scoring_func", "sigmoid"),
         keys.Only("use_routing_bias", True),
         keys.Always("moe.score_function", "sigmoid"),

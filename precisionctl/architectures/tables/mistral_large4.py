@@ -18,7 +18,6 @@ from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llam
 from precisionctl.architectures.tables.glm_moe_dsa import INDEXERS
 from precisionctl.architectures.tables.smollm3 import ROPE_LAYERS, with_rope
 from precisionctl.errors import UnknownArchitecture
-from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import REPLICATED, ROWS, Parallel
 
 _HF, _MEGATRON = "model.layers.{layer}.self_attn.", "decoder.layers.{layer}.self_attention."
@@ -125,10 +124,6 @@ def _read_sources(config: keys.Config) -> keys.Fields:
     return {"mla.kv_source_layers": tuple(listed)}
 
 
-def _write_sources(model: ModelShape) -> keys.Config:
-    return {"kv_source_layers": [model.kv_layer(layer) for layer in range(model.num_layers)]}
-
-
 ARCHITECTURE = Architecture(
     model_types={"mistral_large4_text": "MistralLarge4ForCausalLM"},
     rows=(
@@ -141,7 +136,11 @@ ARCHITECTURE = Architecture(
         *deepseek_keys.latent_attention(None),
         keys.Only("q_lora_rank", None),
         keys.Always("mla.nope_keys_by_head", True),
-        keys.Rule(("kv_source_layers",), _read_sources, _write_sources),
+        keys.Rule(
+            ("kv_source_layers",),
+            _read_sources,
+            lambda model: {"kv_source_layers": [model.kv_layer(layer) for layer in range(model.num_layers)]},
+        ),
         keys.Always("softmax_scaling", True),
         *deepseek_keys.experts_of_a_layer(shared=1),
         deepseek_keys.experts_by_list(dense=1, key="first_k_dense_replace"),

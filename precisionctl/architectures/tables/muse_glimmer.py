@@ -26,14 +26,6 @@ def _all_but_every_fourth(config: keys.Config, layers: int) -> list[bool]:
     return [(layers - 1 - layer) % 4 != 0 for layer in range(layers)]
 
 
-def _read_windows(config: keys.Config) -> keys.Fields:
-    return window_fields(config, layers_in_window(config, _all_but_every_fourth), 2048)
-
-
-def _write_windows(model: ModelShape) -> keys.Config:
-    return {"sliding_window": model.sliding_window, "layer_types": layer_types(model)}
-
-
 def positions(parameters: keys.Rule) -> keys.Rule:
     """Rotary embeddings, whose `parameters` are said as everywhere, and the layers that have them."""
     key = "layer_rope_theta"
@@ -93,7 +85,11 @@ OF_ALL_MUSES: tuple[keys.Entry, ...] = (
     keys.Always("qk_l2_norm", True),
     keys.Always("qk_l2_norm_everywhere", True),
     keys.Always("attention_output_gate", True),
-    keys.Rule(("sliding_window", "layer_types"), _read_windows, _write_windows),
+    keys.Rule(
+        ("sliding_window", "layer_types"),
+        lambda config: window_fields(config, layers_in_window(config, _all_but_every_fourth), 2048),
+        lambda model: {"sliding_window": model.sliding_window, "layer_types": layer_types(model)},
+    ),
     keys.Key("final_logit_softcapping", "final_logit_softcapping", 20.0),
     keys.tied(False),
 )

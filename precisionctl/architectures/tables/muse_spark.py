@@ -16,7 +16,6 @@ from precisionctl.architectures.tables.afmoe import GATED_QKV
 from precisionctl.architectures.tables.muse_glimmer import FINAL_NORM, OF_ALL_MUSES, positions, query_scale
 from precisionctl.architectures.tables.nemotron_h import LATENTS
 from precisionctl.model.model_parts import real
-from precisionctl.model.model_shape import ModelShape
 
 _GATES = tuple(
     Row(
@@ -50,17 +49,6 @@ _EXPERTS = as_values(moe.FUSED)
 """As published, in one tensor. Of what engines load in its place only ModelOpt's NVFP4 is known (vLLM's muse_spark)."""
 
 _OUTPUT_MULTIPLIER = 0.1767766952966369
-
-
-def _read_multiplier(config: keys.Config) -> keys.Fields:
-    said = real(config.get("output_multiplier", _OUTPUT_MULTIPLIER), "output_multiplier")
-    return {"logit_multiplier": said, "moe.logit_multiplier": said}
-
-
-def _write_multiplier(model: ModelShape) -> keys.Config:
-    return {"output_multiplier": model.logit_multiplier}
-
-
 _HEADS = keys.heads(num_key_value_heads=16, head_dim=64)
 
 ARCHITECTURE = Architecture(
@@ -86,7 +74,14 @@ ARCHITECTURE = Architecture(
         _HEADS,
         keys.SILU,
         query_scale(5.4730064863875, _HEADS),
-        keys.Rule(("output_multiplier",), _read_multiplier, _write_multiplier),
+        keys.Rule(
+            ("output_multiplier",),
+            lambda config: dict.fromkeys(
+                ("logit_multiplier", "moe.logit_multiplier"),
+                real(config.get("output_multiplier", _OUTPUT_MULTIPLIER), "output_multiplier"),
+            ),
+            lambda model: {"output_multiplier": model.logit_multiplier},
+        ),
         positions(rope(scaling={"rope_type": "default", "rope_theta": 500000.0})),
         keys.Always("attention_output_norm", True),
         keys.Always("scaled_post_layernorms", True),

@@ -12,7 +12,6 @@ from precisionctl.architectures.param_map import Architecture, only_in
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import block_configs, llama_rows as llama
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model.model_shape import ModelShape
 
 _UNSAID = ("intermediate_size", "num_key_value_heads")
 
@@ -30,14 +29,6 @@ def _read_sizes(config: keys.Config) -> keys.Fields:
     return {**heads, **{f"heterogeneous.{name}": sizes for name, sizes in vars(blocks).items()}, **blocks.largest}
 
 
-def _write_sizes(model: ModelShape) -> keys.Config:
-    return {
-        **keys.HEADS.write(model),
-        **dict.fromkeys(_UNSAID),
-        block_configs.KEY: block_configs.write_blocks(model),
-    }
-
-
 ARCHITECTURE = Architecture(
     model_types={"nemotron-nas": "DeciLMForCausalLM"},
     behind={"input_layernorm": "ln_1", "post_attention_layernorm": "self_attn"},
@@ -49,7 +40,11 @@ ARCHITECTURE = Architecture(
         keys.Rule(
             (*_UNSAID, block_configs.KEY, "num_attention_heads", "head_dim"),
             _read_sizes,
-            _write_sizes,
+            lambda model: {
+                **keys.HEADS.write(model),
+                **dict.fromkeys(_UNSAID),
+                block_configs.KEY: block_configs.write_blocks(model),
+            },
         ),
         keys.ATTENTION_BIAS,
         keys.SILU,

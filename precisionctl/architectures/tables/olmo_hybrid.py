@@ -72,10 +72,6 @@ def _read_sizes(config: keys.Config) -> keys.Fields:
     return {f"gdn.{name.removeprefix('linear_')}": keys.size(said, name) for name in _SIZES}
 
 
-def _write_sizes(model: ModelShape) -> keys.Config:
-    return {name: getattr(model.gdn, name.removeprefix("linear_")) for name in _SIZES} if model.gdn else {}
-
-
 _ROPE = rope()
 
 
@@ -110,7 +106,11 @@ ARCHITECTURE = Architecture(
         keys.Always("post_layernorms", True),
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
         keys.Rule(("layer_types",), _read_layers, write_layer_types),
-        keys.Rule(_SIZES, _read_sizes, _write_sizes),
+        keys.Rule(
+            _SIZES,
+            _read_sizes,
+            lambda model: {name: getattr(model.gdn, name.removeprefix("linear_")) for name in _SIZES if model.gdn},
+        ),
         keys.Key("gdn.conv_kernel_dim", "linear_conv_kernel_dim", 4),
         keys.Key("gdn.allow_neg_eigval", "linear_allow_neg_eigval", True),
         keys.Only("linear_use_gate", True),

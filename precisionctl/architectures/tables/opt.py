@@ -11,7 +11,6 @@ from precisionctl.architectures.rearrangements import FIRST_TWO_LAST
 from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.tables.gpt2 import body, sizes
 from precisionctl.errors import UnknownArchitecture, shown
-from precisionctl.model.model_shape import ModelShape
 
 _NAMES = {
     "model.layers.": "model.decoder.layers.",
@@ -38,18 +37,6 @@ _BODY = (
 _UNREAD = 2
 
 
-def _read_positions(config: keys.Config) -> keys.Fields:
-    said = {"max_position_embeddings": 2048} | dict(config)
-    return {
-        "max_position_embeddings": keys.size(said, "max_position_embeddings"),
-        "unread_positions": _UNREAD,
-    }
-
-
-def _write_positions(model: ModelShape) -> keys.Config:
-    return {"max_position_embeddings": model.position_rows - _UNREAD}  # Megatron counts them too
-
-
 def _read_width(config: keys.Config) -> keys.Fields:
     width = config.get("word_embed_proj_dim")
     if width not in (None, keys.size(config, "hidden_size")):
@@ -64,7 +51,12 @@ ARCHITECTURE = Architecture(
     rows=(Either(_BODY, other=renamed(_BODY, {"model.decoder.": "decoder."})), *llama.OUTPUT),
     config=(
         sizes("num_hidden_layers", "hidden_size", "num_attention_heads", "ffn_dim", absent=3072),
-        keys.Rule(("max_position_embeddings",), _read_positions, _write_positions),
+        keys.Rule(
+            ("max_position_embeddings",),
+            lambda config: {"max_position_embeddings": keys.size(config, "max_position_embeddings", absent=2048)},
+            lambda model: {"max_position_embeddings": model.position_rows - _UNREAD},  # Megatron counts them too
+        ),
+        keys.Always("unread_positions", _UNREAD),
         keys.VOCABULARY,
         keys.activation("activation_function", {"relu": "relu", "gelu": "gelu", **keys.GELU_TANH}, "relu"),
         keys.Always("gated_linear_unit", False),

@@ -8,11 +8,12 @@ which transformers passes over, no names are known; in the wrapper they travel w
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import numbered_layers
 from precisionctl.architectures.param_map import Architecture, Either, Row, only_in
-from precisionctl.architectures.rearrangements import BY_KIND, GAMMA, SAME, Chunks, Rearrangement
+from precisionctl.architectures.rearrangements import BY_KIND, GAMMA, Chunks
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.shared.delta_net_keys import BESIDE_LAYERS, KINDS, delta_net_layers
@@ -80,21 +81,20 @@ _NGRAMS = only_in(
 
 def _tables(model: ModelShape) -> tuple[Either, ...]:
     """Of n-grams: each layer's has a size of its own."""
-    return tuple(_table(model, layer) for layer in range(model.num_layers) if model.has_ngrams(layer))
-
-
-def _table(model: ModelShape, layer: int) -> Either:
-    assert model.ple, "a layer with n-grams has it"
-    name = f"layers.{layer}.ple.ple_embedding.ngram_embedding."
-    rows = model.ple.table_rows(layer)
-    high = -(-rows // model.ple.split_parts)
-    parts = -(-rows // high)
-
-    def row(names: tuple[str, ...], arrangement: Rearrangement) -> Row:
-        return Row(names, f"decoder.{name}weight", (rows, "ple.head_dim"), arrangement, COLUMNS)
-
-    stored = tuple(f"model.{name}shard_{part}.weight" for part in range(parts))
-    return Either((row(stored, Chunks(parts)),), in_memory=(row((f"model.{name}weight",), SAME),))
+    if model.ple is None:
+        return ()
+    tables = []
+    for layer, has_ngrams in enumerate(model.ple.layers):
+        if not has_ngrams:
+            continue
+        name = f"layers.{layer}.ple.ple_embedding.ngram_embedding."
+        rows = model.ple.table_rows(layer)
+        high = -(-rows // model.ple.split_parts)
+        parts = -(-rows // high)
+        whole = Row(f"model.{name}weight", f"decoder.{name}weight", (rows, "ple.head_dim"), parallel=COLUMNS)
+        shards = tuple(f"model.{name}shard_{part}.weight" for part in range(parts))
+        tables.append(Either((replace(whole, names=shards, rearrangement=Chunks(parts)),), in_memory=(whole,)))
+    return tuple(tables)
 
 
 _INDEXER_KEYS = (

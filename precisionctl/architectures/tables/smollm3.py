@@ -9,7 +9,6 @@ from precisionctl.architectures.config_layers import listed_flags, sliding_windo
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
-from precisionctl.model.model_shape import ModelShape
 
 
 def with_rope(config: keys.Config) -> tuple[bool, ...]:
@@ -21,14 +20,6 @@ def with_rope(config: keys.Config) -> tuple[bool, ...]:
     return tuple(listed_flags(listed, "no_rope_layers", keys.layers(config)))
 
 
-def _read_rope_layers(config: keys.Config) -> keys.Fields:
-    return {"rope_layers": with_rope(config)}
-
-
-def _write_rope_layers(model: ModelShape) -> keys.Config:
-    return {"no_rope_layers": [int(each) for each in model.rope_layers or (True,) * model.num_layers]}
-
-
 _SWITCH = "use_sliding_window"
 
 
@@ -36,13 +27,13 @@ def _without_rope(config: keys.Config, layers: int) -> list[bool]:
     return [keys.is_on(config, _SWITCH) and not each for each in with_rope(config)]
 
 
-def _write_switch(model: ModelShape) -> keys.Config:
-    return {} if model.sliding_window is None else {_SWITCH: True}
-
-
 _ROPE_KEYS = ("no_rope_layers", "no_rope_layer_interval")
 
-ROPE_LAYERS = keys.Rule(_ROPE_KEYS, _read_rope_layers, _write_rope_layers)
+ROPE_LAYERS = keys.Rule(
+    _ROPE_KEYS,
+    lambda config: {"rope_layers": with_rope(config)},
+    lambda model: {"no_rope_layers": [int(each) for each in model.rope_layers or (True,) * model.num_layers]},
+)
 
 ARCHITECTURE = Architecture(
     model_types={"smollm3": "SmolLM3ForCausalLM"},
@@ -57,7 +48,7 @@ ARCHITECTURE = Architecture(
         rope(2000000.0),
         ROPE_LAYERS,
         sliding_window(_without_rope, also=_ROPE_KEYS),
-        keys.Rule((_SWITCH,), write=_write_switch),
+        keys.Rule((_SWITCH,), write=lambda model: {} if model.sliding_window is None else {_SWITCH: True}),
         keys.tied(True),
     ),
 )

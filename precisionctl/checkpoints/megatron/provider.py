@@ -13,9 +13,8 @@ import yaml
 
 from precisionctl.architectures.megatron.expert_args import BALANCING, CAPACITY
 from precisionctl.architectures.megatron.heterogeneous_args import ENCODED, HETEROGENEOUS
-from precisionctl.architectures.megatron.kimi_k3_args import BLOCK_SIZE, KIMI_K3
 from precisionctl.architectures.megatron.megatron_args import GRANULARITY, HEAD_WISE_GATE, WITHOUT
-from precisionctl.architectures.megatron.recurrent_args import HYBRID_PATTERN
+from precisionctl.architectures.megatron.recurrent_args import HYBRID_PATTERN, KIMI_K3, KIMI_K3_BLOCK_SIZE
 from precisionctl.errors import DamagedCheckpoint, damage
 from precisionctl.megatron_flags import FIRST_LAST, FLAGS
 from precisionctl.model.model_shape import ModelShape
@@ -131,7 +130,7 @@ def to_provider(args: Mapping[str, Any]) -> dict[str, Any]:
         fields = {name: value for name, value in fields.items() if name not in _OF_GPT} | {"is_hybrid_model": True}
         if args.get("mtp_num_layers"):
             fields |= {name: args[name] for name in _HYBRID_MTP if name in args}
-    if BLOCK_SIZE in args:
+    if KIMI_K3_BLOCK_SIZE in args:
         provider = "kimi.kimi_k3_provider.KimiK3ModelProvider"
         fields |= {name: args[name] for name in KIMI_K3} | {"use_te_activation_func": True, "moe_router_dtype": "fp32"}
         fields["hetereogenous_dist_checkpoint"] = True
@@ -162,7 +161,7 @@ def _activation(args: Mapping[str, Any]) -> str:
         return SQUARED_RELU
     if args.get("quick_geglu"):
         return _QUICK_GELU
-    return SILU if args.get("swiglu") or BLOCK_SIZE in args else GELU  # of Kimi K3, whose layers have their own
+    return SILU if args.get("swiglu") or KIMI_K3_BLOCK_SIZE in args else GELU  # of Kimi K3, whose layers have their own
 
 
 def bridge_model(directory: Path) -> Mapping[str, Any] | None:
