@@ -72,12 +72,12 @@ def rows(stored: Mapping[str, TensorSpec]) -> Iterator[TensorRow]:
     for name in stored:
         if match := _EXPERT.fullmatch(name):
             numbered[f"{match[1]}.{match[3]}"][int(match[2])] = name
-    names = {  # in the plan, of experts that are numbered without a gap
-        name: f"{linear}{number}"
-        for linear, experts in numbered.items()
-        if experts.keys() == set(range(len(experts))) and linear not in stored
-        for number, name in experts.items()
-    }
+    names: dict[str, str] = {}  # in the plan, of experts that are numbered without a gap
+    for linear, experts in numbered.items():
+        named = {name: f"{linear}{number}" for number, name in experts.items()}
+        taken = linear in stored or not stored.keys().isdisjoint(named.values())
+        if experts.keys() == set(range(len(experts))) and not taken:
+            names |= named
 
     for name in sorted(stored, key=_in_order):
         spec = stored[name]
