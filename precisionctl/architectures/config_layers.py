@@ -110,15 +110,15 @@ def by_kind(windows: Sequence[bool], in_window: Fields, without: Fields) -> Fiel
 
 def layer_types(model: ModelShape) -> list[str]:
     """What each layer sees, or has in the place of attention, in the words of config.json."""
-
-    def kind(layer: int) -> str:
+    kinds = []
+    for layer in range(model.num_layers):
         if model.has_delta_net(layer):
-            return "linear_attention"
-        if model.has_short_conv(layer):
-            return "conv"
-        return "sliding_attention" if model.in_window(layer) else "full_attention"
-
-    return list(map(kind, range(model.num_layers)))
+            kinds.append("linear_attention")
+        elif model.has_short_conv(layer):
+            kinds.append("conv")
+        else:
+            kinds.append("sliding_attention" if model.in_window(layer) else "full_attention")
+    return kinds
 
 
 def write_layer_types(model: ModelShape) -> Config:

@@ -195,23 +195,22 @@ def rope_of_kinds(
     kind without parameters or a base. `partial` as in `rope`."""
     sized = {key: value for key, value in config.items() if key == "max_position_embeddings"}
     parameters = rotary_parameters(beside_kinds(config), 1e4, absent)
-
-    def read(kind: str) -> Fields:
+    used = {name for name, in_window in WINDOWS.items() if in_window in windows}
+    kinds: dict[str, Fields] = {}
+    for kind in sorted(used):
         given = parameters.get(kind)
         if not isinstance(given, Mapping) or "rope_theta" not in given:
             raise DamagedCheckpoint(f"{kind} is without a `rope_theta` in {shown(parameters)}")
         if given.get("partial_rotary_factor", percent) is None:  # which its class multiplies by
             raise DamagedCheckpoint(f"{kind} has a `partial_rotary_factor` that is null")
-        share = percent if rope_type(given) == "default" else 1.0
-        if "partial_rotary_factor" not in given and config.get("partial_rotary_factor", share) != share:
+        usual = percent if rope_type(given) == "default" else 1.0
+        if "partial_rotary_factor" not in given and config.get("partial_rotary_factor", usual) != usual:
             what = f"{kind} is without the `partial_rotary_factor` that is beside it"  # heeded if it is scaled
             raise DamagedCheckpoint(what, do="Say it in the parameters of each kind of layers.")
-        return read_kind(sized, given, 1e4, share)
+        kinds[kind] = read_kind(sized, given, 1e4, usual)
+        if not partial:
+            _check_whole(kinds[kind], config)
 
-    used = {name for name, in_window in WINDOWS.items() if in_window in windows}
-    kinds = {name: read(name) for name in sorted(used)}
-    for fields in () if partial else kinds.values():
-        _check_whole(fields, config)
     everywhere = kinds.get("full_attention") or kinds["sliding_attention"]
     in_window = kinds.get("sliding_attention") or everywhere
     if in_window["rope_scaling"] and len(used) == 2:

@@ -1,7 +1,6 @@
 """config.json's keys that families with Kimi delta attention have in common."""
 
 from collections.abc import Mapping
-from itertools import starmap
 
 from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import numbered_layers
@@ -64,12 +63,11 @@ def checked(said: object, family: str, *more: str) -> keys.Config:
 def read_sizes(said: keys.Config, config: keys.Config, absent: Mapping[str, int]) -> keys.Fields:
     """What a `linear_attn_config` says of the sizes of delta attention, or `config` in transformers' words; else they
     are as `absent` has them."""
-
-    def size(inner: str, beside: str) -> int:
+    sizes = []
+    for inner, beside in BESIDE.items():
         holds, key = (config, beside) if inner not in said and beside in config else (said, inner)
-        return keys.size(holds, key, absent=absent.get(inner))
-
-    head, number, taps = starmap(size, BESIDE.items())
+        sizes.append(keys.size(holds, key, absent=absent.get(inner)))
+    head, number, taps = sizes
     return {
         **dict.fromkeys(("gdn.key_head_dim", "gdn.value_head_dim", "gdn.kda_lora_rank"), head),
         **dict.fromkeys(("gdn.num_key_heads", "gdn.num_value_heads"), number),

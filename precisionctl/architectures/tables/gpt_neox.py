@@ -9,7 +9,6 @@ from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.rope import KEYS, read_rope, rotary_parameters
 from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.tables.gpt2 import body
-from precisionctl.model.model_shape import ModelShape
 
 NAMES = {
     "model.embed_tokens": "gpt_neox.embed_in",
@@ -33,18 +32,10 @@ def _read_rope(config: keys.Config) -> keys.Fields:
     return fields
 
 
-def _write_rope(model: ModelShape) -> keys.Config:
-    scaling = {"rope_scaling": dict(model.rope_scaling)} if model.rope_scaling else {}
-    return {"rotary_emb_base": model.rotary_base, "rotary_pct": model.rotary_percent, **scaling}
-
-
 ARCHITECTURE = Architecture(
     model_types={"gpt_neox": "GPTNeoXForCausalLM"},
     rows=(
-        *renamed(
-            body(llama.JOINED_QKV),
-            NAMES,
-        ),
+        *renamed(body(llama.JOINED_QKV), NAMES),
         Either(renamed(llama.OUTPUT, NAMES), in_memory=llama.OUTPUT),
     ),
     config=(
@@ -57,7 +48,15 @@ ARCHITECTURE = Architecture(
         keys.Always("gated_linear_unit", False),
         keys.Always("normalization", "LayerNorm"),
         keys.Key("norm_epsilon", "layer_norm_eps", 1e-5),
-        keys.Rule((*KEYS, "rotary_emb_base", "rotary_pct"), _read_rope, _write_rope),
+        keys.Rule(
+            (*KEYS, "rotary_emb_base", "rotary_pct"),
+            _read_rope,
+            lambda model: {
+                "rotary_emb_base": model.rotary_base,
+                "rotary_pct": model.rotary_percent,
+                **({"rope_scaling": dict(model.rope_scaling)} if model.rope_scaling else {}),
+            },
+        ),
         keys.Always("mlp_bias", True),
         keys.Key("parallel_residual", "use_parallel_residual", True),  # false: RedPajama-INCITE
         keys.tied(False),

@@ -8,7 +8,6 @@ from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
 from precisionctl.model.model_parts import real
-from precisionctl.model.model_shape import ModelShape
 
 
 def _read_scales(config: keys.Config) -> keys.Fields:
@@ -17,15 +16,17 @@ def _read_scales(config: keys.Config) -> keys.Fields:
     return {"query_pre_attn_scalar": attention**-2, "logits_scaling": logits}
 
 
-def _write_scales(model: ModelShape) -> keys.Config:
-    attention = model.query_pre_attn_scalar or model.kv_channels
-    return {"attention_multiplier": attention**-0.5, "logits_scaling": model.logits_scaling}
-
-
 MULTIPLIERS: tuple[keys.Entry, ...] = (
     keys.Key("embedding_multiplier", "embedding_multiplier", 1.0),
     keys.Key("residual_multiplier", "residual_multiplier", 1.0),
-    keys.Rule(("attention_multiplier", "logits_scaling"), _read_scales, _write_scales),
+    keys.Rule(
+        ("attention_multiplier", "logits_scaling"),
+        _read_scales,
+        lambda model: {
+            "attention_multiplier": (model.query_pre_attn_scalar or model.kv_channels) ** -0.5,
+            "logits_scaling": model.logits_scaling,
+        },
+    ),
 )
 OF_ALL_GRANITES: tuple[keys.Entry, ...] = (*keys.SIZES, keys.ATTENTION_BIAS, keys.SILU, *MULTIPLIERS)
 COMMON: tuple[keys.Entry, ...] = (

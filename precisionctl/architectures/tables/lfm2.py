@@ -13,7 +13,6 @@ from precisionctl.architectures.param_map import Architecture, Either, Row, only
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.model.model_parts import real
-from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import COLUMNS, ROWS, TWICE_GATED_ROWS
 
 _HF, _MEGATRON = "model.layers.{layer}.conv.", "decoder.layers.{layer}.self_attention."
@@ -85,16 +84,6 @@ def _read_channels(config: keys.Config) -> keys.Fields:
     return {"ffn_hidden_size": channels}
 
 
-def _write_channels(model: ModelShape) -> keys.Config:
-    channels = dict.fromkeys(("intermediate_size", "block_ff_dim"), model.ffn_hidden_size)
-    return {**channels, "block_auto_adjust_ff_dim": False}
-
-
-def _read_tied(config: keys.Config) -> keys.Fields:
-    key = "tie_embedding" if "tie_embedding" in config else "tie_word_embeddings"
-    return {"tied_embeddings": keys.is_on(config, key, True)}
-
-
 COMMON: tuple[keys.Entry, ...] = (
     keys.LAYERS,
     keys.Key("max_position_embeddings", "max_position_embeddings", 128000),
@@ -107,7 +96,11 @@ COMMON: tuple[keys.Entry, ...] = (
     rope(1e6),
     keys.Rule(
         ("tie_embedding", "tie_word_embeddings"),
-        _read_tied,
+        lambda config: {
+            "tied_embeddings": keys.is_on(
+                config, "tie_embedding" if "tie_embedding" in config else "tie_word_embeddings", absent=True
+            )
+        },
         lambda model: {"tie_word_embeddings": model.tied_embeddings},
     ),
 )
@@ -121,7 +114,14 @@ ARCHITECTURE = Architecture(
     config=(
         *COMMON,
         keys.Key("hidden_size", "hidden_size", 2560),
-        keys.Rule(("intermediate_size", "block_ff_dim", *_CHANNELS), _read_channels, _write_channels),
+        keys.Rule(
+            ("intermediate_size", "block_ff_dim", *_CHANNELS),
+            _read_channels,
+            lambda model: {
+                **dict.fromkeys(("intermediate_size", "block_ff_dim"), model.ffn_hidden_size),
+                "block_auto_adjust_ff_dim": False,
+            },
+        ),
         keys.Rule(("layer_types", "full_attn_idxs"), _read_layers, write_layer_types),
         keys.Rule(  # by which vLLM goes
             _WIDTHS.keys, _WIDTHS.read, lambda model: dict.fromkeys(_WIDTHS.keys, model.hidden_size)

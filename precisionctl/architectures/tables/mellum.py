@@ -12,7 +12,6 @@ from precisionctl.architectures.shared import deepseek_keys, llama_rows as llama
 from precisionctl.architectures.shared.delta_net_rows import DENSE, prediction
 from precisionctl.architectures.shared.moe_keys import scores
 from precisionctl.errors import UnknownArchitecture, shown
-from precisionctl.model.model_shape import ModelShape
 
 _MLPS = (*DENSE, *moe.MOE_NORM, *moe.ROUTER, *moe.EXPERTS)
 _ROPE = {
@@ -37,11 +36,6 @@ def _read_prediction(config: keys.Config) -> keys.Fields:
     return {"mtp_num_layers": number, "mtp_dense": bool(number) and config.get("mtp_mlp_layer_types") == ["dense"]}
 
 
-def _write_prediction(model: ModelShape) -> keys.Config:
-    dense = {"mtp_mlp_layer_types": ["dense"]} if model.mtp_dense else {}
-    return {"num_nextn_predict_layers": model.mtp_num_layers, **dense}
-
-
 ARCHITECTURE = Architecture(
     model_types={"mellum": "MellumForCausalLM"},
     behind={"gate": "experts"},
@@ -60,7 +54,14 @@ ARCHITECTURE = Architecture(
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
         rope_by_kind(500000.0, 10000.0, absent=_ROPE),
         sliding_window(nowhere, absent=1024),
-        keys.Rule(tuple(_PREDICTION), _read_prediction, _write_prediction),
+        keys.Rule(
+            tuple(_PREDICTION),
+            _read_prediction,
+            lambda model: {
+                "num_nextn_predict_layers": model.mtp_num_layers,
+                **({"mtp_mlp_layer_types": ["dense"]} if model.mtp_dense else {}),
+            },
+        ),
         keys.tied(False),
     ),
 )

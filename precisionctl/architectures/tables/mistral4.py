@@ -11,7 +11,6 @@ from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, moe_rows as moe
 from precisionctl.architectures.tables.ministral3 import YARN
 from precisionctl.errors import UnknownArchitecture, shown
-from precisionctl.model.model_shape import ModelShape
 
 _ROPE = rope(
     scaling=YARN | {"rope_theta": 10000.0, "factor": 128.0, "original_max_position_embeddings": 8192},
@@ -31,12 +30,6 @@ def _read_rope(config: keys.Config) -> keys.Fields:
     return fields
 
 
-def _write_rope(model: ModelShape) -> keys.Config:
-    """In one object, to which its class adds the share of a head."""
-    scaling = _ROPE.write(model).get("rope_scaling", {"rope_type": "default"})
-    return {"rope_parameters": {**scaling, "rope_theta": model.rotary_base}}
-
-
 ARCHITECTURE = Architecture(
     model_types={"mistral4": "Mistral4ForCausalLM"},
     behind={"gate": "experts"},
@@ -50,7 +43,16 @@ ARCHITECTURE = Architecture(
         keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
         keys.Only("rope_interleave", True),
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
-        keys.Rule((*_ROPE.keys, "head_dim"), _read_rope, _write_rope),
+        keys.Rule(
+            (*_ROPE.keys, "head_dim"),
+            _read_rope,
+            lambda model: {  # in one object, to which its class adds the share of a head
+                "rope_parameters": {
+                    **_ROPE.write(model).get("rope_scaling", {"rope_type": "default"}),
+                    "rope_theta": model.rotary_base,
+                }
+            },
+        ),
         keys.tied(False),
     ),
 )

@@ -20,7 +20,6 @@ from precisionctl.architectures.shared.delta_net_keys import KINDS
 from precisionctl.architectures.shared.delta_net_rows import delta_net
 from precisionctl.architectures.tables.olmo2 import NORM_OVER_HEADS
 from precisionctl.errors import UnknownArchitecture
-from precisionctl.model.model_shape import ModelShape
 
 _IN_PROJ = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
 _NAMES = {".linear_attn.norm.": ".linear_attn.o_norm.", ".linear_attn.out_proj.": ".linear_attn.o_proj."}
@@ -87,12 +86,6 @@ def _read_rope(config: keys.Config) -> keys.Fields:
     return _ROPE.read(config)
 
 
-def _write_rope(model: ModelShape) -> keys.Config:
-    if model.rope_layers:
-        return {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
-    return _ROPE.write(model)
-
-
 ARCHITECTURE = Architecture(
     model_types={"olmo_hybrid": "OlmoHybridForCausalLM"},
     rows=llama.model_rows(*map(_spelled, _LAYERS)),
@@ -115,7 +108,15 @@ ARCHITECTURE = Architecture(
         keys.Key("gdn.allow_neg_eigval", "linear_allow_neg_eigval", True),
         keys.Only("linear_use_gate", True),
         keys.Always("gdn.norm_epsilon", 1e-5),
-        keys.Rule(KEYS, _read_rope, _write_rope),
+        keys.Rule(
+            KEYS,
+            _read_rope,
+            lambda model: (
+                {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
+                if model.rope_layers
+                else _ROPE.write(model)
+            ),
+        ),
         keys.tied(False),
     ),
     names_by="this project",
