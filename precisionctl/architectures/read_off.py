@@ -151,32 +151,29 @@ def why_not_gemms(stored: Mapping[str, TensorSpec]) -> dict[str, str]:
             transposed.add(_leaf_module(name))
     found = {}
     for name, spec in stored.items():
-        why = _why_never(name, spec) or ("stored as [in, out]" if _leaf_module(name) in transposed else None)
-        if why := why or _why_unasked(name.split("."), text):
-            found[name] = why
+        words, module = name.split("."), _leaf_module(name)
+        if len(spec.shape) != 2 or 0 in spec.shape or not name.endswith((".weight", "]")):
+            found[name] = "no matrix of a linear"
+        elif not (spec.is_codes or spec.dtype in VALUES):
+            found[name] = "no values"
+        elif HEAD_OF_NUMBERS.fullmatch(name):
+            found[name] = "a head"
+        elif never := _says(module)[0]:
+            found[name] = never
+        elif module in transposed:
+            found[name] = "stored as [in, out]"
+        elif text and "language_model" not in words and not words[0].startswith("mtp"):
+            found[name] = "of a tower or projector"
+        elif unasked := next(filter(None, (_says(word)[1] for word in words[:-1])), None):
+            found[name] = unasked
+        elif not any(word.isdecimal() for word in words):
+            found[name] = _OUTSIDE
     return found
 
 
 def may_be_asked_for(why: str) -> bool:
     """Whether a matrix that is not encoded for this reason is a linear's all the same."""
     return why in _UNLESS_ASKED or why == _OUTSIDE
-
-
-def _why_never(name: str, spec: TensorSpec) -> str | None:
-    if len(spec.shape) != 2 or 0 in spec.shape or not name.endswith((".weight", "]")):
-        return "no matrix of a linear"
-    if not (spec.is_codes or spec.dtype in VALUES):
-        return "no values"
-    return "a head" if HEAD_OF_NUMBERS.fullmatch(name) else _says(_leaf_module(name))[0]
-
-
-def _why_unasked(words: list[str], text: bool) -> str | None:
-    if text and "language_model" not in words and not words[0].startswith("mtp"):
-        return "of a tower or projector"
-    said = [why for word in words[:-1] if (why := _says(word)[1])]
-    if said:
-        return said[0]
-    return None if any(word.isdecimal() for word in words) else _OUTSIDE
 
 
 @lru_cache(maxsize=1 << 12)  # a million names are made of a few words

@@ -15,21 +15,23 @@ class ModelLayers(ModelFields):
     def check_layers(self) -> None:
         """Raise DamagedCheckpoint for a list that has not an entry for each layer, and for a layer that reads of
         another one what that does not have."""
-        freq = self.moe.layer_freq if self.moe else None
-        by_layer: dict[str, Any] = {"window_layers": self.window_layers, "rope_layers": self.rope_layers}
-        by_layer["moe_layer_freq"] = freq
-        by_layer["swiglu_limits"] = self.swiglu_limits
-        by_layer["moe.swiglu_limits"] = self.moe.swiglu_limits if self.moe else None
-        by_layer["linear_attention_freq"] = self.gdn.layers if self.gdn else None
-        by_layer["layers with a short convolution"] = self.short_conv.layers if self.short_conv else None
-        by_layer["hybrid_override_pattern"] = self.mamba.pattern if self.mamba else None
-        by_layer["indexer's layers"] = self.dsa.layers if self.dsa else None
-        by_layer["layers with an indexer of blocks"] = self.msa.layers if self.msa else None
-        by_layer["layers with n-gram embeddings"] = self.ple.layers if self.ple else None
-        by_layer["kv_source_layers"] = self.mla.kv_source_layers if self.mla else None
-        for name, sizes in vars(self.heterogeneous).items() if self.heterogeneous else ():
-            by_layer[f"heterogeneous.{name}"] = sizes
-        by_layer["csa_compress_ratios"] = self.csa.pattern if self.csa else None
+        sizes = vars(self.heterogeneous) if self.heterogeneous else {}
+        by_layer: dict[str, Any] = {
+            "window_layers": self.window_layers,
+            "rope_layers": self.rope_layers,
+            "moe_layer_freq": self.moe and self.moe.layer_freq,
+            "swiglu_limits": self.swiglu_limits,
+            "moe.swiglu_limits": self.moe and self.moe.swiglu_limits,
+            "linear_attention_freq": self.gdn and self.gdn.layers,
+            "layers with a short convolution": self.short_conv and self.short_conv.layers,
+            "hybrid_override_pattern": self.mamba and self.mamba.pattern,
+            "indexer's layers": self.dsa and self.dsa.layers,
+            "layers with an indexer of blocks": self.msa and self.msa.layers,
+            "layers with n-gram embeddings": self.ple and self.ple.layers,
+            "kv_source_layers": self.mla and self.mla.kv_source_layers,
+            **{f"heterogeneous.{name}": each for name, each in sizes.items()},
+            "csa_compress_ratios": self.csa and self.csa.pattern,
+        }
         for field, entries in by_layer.items():
             if entries is not None and len(entries) != self.num_layers:
                 raise DamagedCheckpoint(f"{field} has {len(entries)} entries for {self.num_layers} layers")

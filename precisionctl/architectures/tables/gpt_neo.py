@@ -32,11 +32,8 @@ def _expanded(listed: object) -> list[object]:
 
 
 def _read_layers(config: keys.Config) -> keys.Fields:
-    said = config.get("attention_types")
-    kinds, number = (
-        _expanded([[["global", "local"], 12]] if said is None else said),
-        keys.layers(config, "num_layers"),
-    )
+    said, number = config.get("attention_types"), keys.layers(config, "num_layers")
+    kinds = _expanded([[["global", "local"], 12]] if said is None else said)
     if config.get("attention_layers", kinds) != kinds:
         what = f"attention_layers is {shown(config['attention_layers'])}, and attention_types says otherwise"
         raise DamagedCheckpoint(what, do="Say the same in both.")

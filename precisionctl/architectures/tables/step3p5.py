@@ -122,16 +122,6 @@ def _of_prediction(config: keys.Config, of_all: str, own: str) -> list[Any]:
     return [*behind[keys.layers(config) :], *keys.as_list(config.get(own) or [], own, "layers")]
 
 
-def _windows(config: keys.Config) -> list[bool]:
-    """Whether each layer has the window. Prediction layers have it, too, if any has."""
-    windows = layers_in_window({**config, "layer_types": _of_decoder(config, "layer_types")}, nowhere)
-    ahead = _of_prediction(config, "layer_types", "mtp_layer_types")
-    if any(kind != _KINDS[any(windows)] for kind in ahead):
-        do = f"Known are prediction layers of {_KINDS[any(windows)]}."
-        raise UnknownArchitecture(f"mtp_layer_types={shown(ahead)}", do=do)
-    return windows
-
-
 def _of_kind(config: keys.Config, key: str, windows: Sequence[bool], in_window: bool) -> Any:
     """What a key says of the layers with a window, or of those without one: for all of them, or in a list by layer."""
     value = config.get(key)
@@ -211,7 +201,11 @@ def _read_heads(config: keys.Config, windows: Sequence[bool]) -> keys.Fields:
 
 
 def _read_attention(config: keys.Config) -> keys.Fields:
-    windows = _windows(config)
+    windows = layers_in_window({**config, "layer_types": _of_decoder(config, "layer_types")}, nowhere)
+    ahead = _of_prediction(config, "layer_types", "mtp_layer_types")
+    if any(kind != _KINDS[any(windows)] for kind in ahead):  # they have the window, too, if any layer has
+        do = f"Known are prediction layers of {_KINDS[any(windows)]}."
+        raise UnknownArchitecture(f"mtp_layer_types={shown(ahead)}", do=do)
     if config.get("query_pre_attn_scalar") not in (None, {**_ABSENT, **config}["head_dim"]):
         do = "Known is the size of a head."
         raise UnknownArchitecture(f"query_pre_attn_scalar={shown(config['query_pre_attn_scalar'])}", do=do)
@@ -247,28 +241,32 @@ def _write_attention(model: ModelShape) -> keys.Config:
     }
 
 
-def _listed_experts(config: keys.Config) -> list[bool]:
-    """Whether each layer has experts: as transformers lists them, else as published files do, else all but the first
-    three. Prediction layers have none."""
+def _read_mlps(config: keys.Config) -> keys.Fields:
+    """Layers have experts as transformers lists them, else as published files do, else all but the first three do.
+    Prediction layers have none."""
     number = keys.layers(config)
     types = _of_decoder(config, "mlp_layer_types")
     listed = listed_layers({**config, "mlp_layer_types": types}, deepseek_keys.MLPS, "mlp_layer_types")
     ahead = _of_prediction(config, "mlp_layer_types", "mtp_mlp_layer_types")
     numbers = config.get("moe_layers_enum")
     if numbers is None:
-        found = [layer >= 3 for layer in range(number)] if listed is None else listed
+        experts = [layer >= 3 for layer in range(number)] if listed is None else listed
     else:
         texts = numbers.split(",") if isinstance(numbers, str) else []
         if texts and all(re.fullmatch(r"\s*[0-9]{0,9}\s*", text) for text in texts):
             numbers = [int(text) for text in texts if text.strip()]
         sparse = numbered_layers(numbers, "moe_layers_enum")
-        found = [layer in sparse for layer in range(number)]
+        experts = [layer in sparse for layer in range(number)]
         ahead += ["sparse" for layer in range(number, number + _ahead(config)) if layer in sparse]
-        if listed not in (None, found):
+        if listed not in (None, experts):
             raise DamagedCheckpoint("mlp_layer_types and moe_layers_enum say different layers")
     if any(kind != "dense" for kind in ahead):
         raise UnknownArchitecture(f"mtp_mlp_layer_types={shown(ahead)}", do="Known are dense prediction layers.")
-    return found
+    return {
+        "moe.layer_freq": tuple(experts),
+        "moe.swiglu_limits": _limits(config, "swiglu_limits", experts),
+        "swiglu_limits": _limits(config, "swiglu_limits_shared", [True] * len(experts)),
+    }
 
 
 def _limits(config: keys.Config, key: str, heeded: Sequence[bool]) -> tuple[float, ...] | None:
@@ -277,15 +275,6 @@ def _limits(config: keys.Config, key: str, heeded: Sequence[bool]) -> tuple[floa
     found = [real(each, key) if each else 0.0 for each in listed]
     limits = tuple(each if there else 0.0 for each, there in zip(found, heeded, strict=False))
     return limits if any(limits) else None
-
-
-def _read_mlps(config: keys.Config) -> keys.Fields:
-    experts = _listed_experts(config)
-    return {
-        "moe.layer_freq": tuple(experts),
-        "moe.swiglu_limits": _limits(config, "swiglu_limits", experts),
-        "swiglu_limits": _limits(config, "swiglu_limits_shared", [True] * len(experts)),
-    }
 
 
 def _write_mlps(model: ModelShape) -> keys.Config:
