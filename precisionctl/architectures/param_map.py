@@ -175,11 +175,6 @@ class Row:
         """Whether `merge` and `split` only move rows (dimension 0)."""
         return self.rearrangement.moves_rows(model)
 
-    @property
-    def moves_single_rows(self) -> bool:
-        """Whether a conversion must not copy run by run what only moves."""
-        return self.rearrangement.moves_single_rows
-
     def places(self, model: ModelShape) -> Iterator[Place]:
         """The numbers (layer, expert, ...) of every parameter that this row describes, in order."""
         for place in self._in_layers(model):

@@ -206,7 +206,7 @@ class Plan:
         if not job.reads or keeps_tensors(job.row, self.from_layout, self.to_layout):
             return False
         passed = ([job.row.source] if self.from_layout == "hf" else []) + ([job.row] if self.to_layout == "hf" else [])
-        return any(row.moves_single_rows or not row.moves_rows(self.model) for row in passed)
+        return any(row.rearrangement.moves_single_rows or not row.moves_rows(self.model) for row in passed)
 
     def compute(self, job: Job, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensors that such a job writes, from the values of all that it reads."""

@@ -1,11 +1,10 @@
-"""Rows of several residual streams, by the names of Megatron-Core's hyper_connection.py, FP32 as released; and of those
-that are read channel by channel, which Megatron-Core does not have.
+"""Rows of several residual streams, by the names of Megatron-Core's hyper_connection.py, FP32 as released.
 
 Trap: the scales of a hyper-connection are one tensor in Hugging Face.
 """
 
 from precisionctl.architectures.param_map import Row
-from precisionctl.architectures.rearrangements import GAMMA, SCALAR
+from precisionctl.architectures.rearrangements import SCALAR
 
 
 def hyper_connection(hf: str, block: str, scales: tuple[str, ...]) -> tuple[Row, ...]:
@@ -28,26 +27,3 @@ def head(hf: str, megatron: str) -> tuple[Row, ...]:
     return tuple(
         Row(f"{hf}{name}", f"{megatron}hc_head_{name}", shape, keeps_dtype=True) for name, shape in shapes.items()
     )
-
-
-def gated_residual(hf: str, block: str) -> tuple[Row, ...]:
-    """What joins a `block` to streams of which each channel has a weight to read it by (Qwen4-Exp). Megatron has none
-    such: names are transformers', in its hyper-connection."""
-    return _gated_residual(hf, f"decoder.layers.{{layer}}.{block}_hyper_connection.", ("block_inject_weight",))
-
-
-def _gated_residual(hf: str, megatron: str, beside: tuple[str, ...]) -> tuple[Row, ...]:
-    sizes = {
-        "input_mix_weight_down": ("mhc.lowrank", "streams_size"),
-        "input_mix_weight_up": ("streams_size", "mhc.lowrank"),
-        "block_inject_weight": ("mhc.num_residual_streams", "streams_size"),
-    }
-    names = ("input_mix_weight_down", "input_mix_weight_up", *beside)
-    return (
-        Row(f"{hf}hc_norm.weight", f"{megatron}hc_norm.weight", ("streams_size",), GAMMA),
-        *(Row(f"{hf}{name}.weight", f"{megatron}{name}.weight", sizes[name]) for name in names),
-    )
-
-
-RESIDUAL_MIXER = _gated_residual("model.hyper_connection_mixer.", "decoder.hyper_connection_mixer.", ())
-"""What makes one stream of those that `gated_residual` joins."""

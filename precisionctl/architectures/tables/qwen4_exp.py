@@ -7,7 +7,7 @@ memory and many on disk, as `torch.chunk` cuts it. Published files call layers w
 which transformers passes over, no names are known; in the wrapper they travel with its towers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from precisionctl.architectures import config_keys as keys
@@ -18,7 +18,6 @@ from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.architectures.shared.delta_net_keys import BESIDE_LAYERS, KINDS, delta_net_layers
 from precisionctl.architectures.shared.delta_net_rows import SPARSE, delta_net
-from precisionctl.architectures.shared.hyper_connection_rows import RESIDUAL_MIXER, gated_residual
 from precisionctl.architectures.shared.moe_keys import scores
 from precisionctl.architectures.tables.qwen3_5 import IN_PROJ
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
@@ -32,6 +31,22 @@ _NORMS_OF_BLOCKS = ("input_layernorm.weight", "post_attention_layernorm.weight")
 
 def _without_norms(rows: tuple[Row | Either, ...]) -> Iterator[Row | Either]:
     return (row for row in rows if isinstance(row, Either) or not row.hf[0].endswith(_NORMS_OF_BLOCKS))
+
+
+_TO_READ = {
+    "input_mix_weight_down": ("mhc.lowrank", "streams_size"),
+    "input_mix_weight_up": ("streams_size", "mhc.lowrank"),
+}
+_TO_READ_AND_ADD = {**_TO_READ, "block_inject_weight": ("mhc.num_residual_streams", "streams_size")}
+
+
+def _streams(hf: str, megatron: str, weights: Mapping[str, tuple[str, str]]) -> tuple[Row, ...]:
+    """What joins a block to streams of which each channel has a weight to read it by, or makes one stream of them.
+    Megatron has none such: names are transformers', in its hyper-connection."""
+    return (
+        Row(f"{hf}hc_norm.weight", f"{megatron}hc_norm.weight", ("streams_size",), GAMMA),
+        *(Row(f"{hf}{name}.weight", f"{megatron}{name}.weight", sizes) for name, sizes in weights.items()),
+    )
 
 
 _INDEXER = "self_attention.core_attention.indexer."
@@ -194,12 +209,12 @@ ARCHITECTURE = Architecture(
     model_types={"qwen4_exp_text": "Qwen4ExpForCausalLM"},
     rows=llama.model_rows(
         *_NGRAMS,
-        *gated_residual(f"{_HF}attn_hyper_connection.", "self_attention"),
+        *_streams(f"{_HF}attn_hyper_connection.", f"{_MEGATRON}self_attention_hyper_connection.", _TO_READ_AND_ADD),
         *_without_norms(delta_net(BY_KIND, *IN_PROJ, values=IN_PROJ[2:])),
         *_INDEXERS,
-        *gated_residual(f"{_HF}mlp_hyper_connection.", "mlp"),
+        *_streams(f"{_HF}mlp_hyper_connection.", f"{_MEGATRON}mlp_hyper_connection.", _TO_READ_AND_ADD),
         *_without_norms(SPARSE),
-        ending=RESIDUAL_MIXER,
+        ending=_streams("model.hyper_connection_mixer.", "decoder.hyper_connection_mixer.", _TO_READ),
     ),
     more_rows=_tables,
     config=(
