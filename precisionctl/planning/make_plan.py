@@ -105,10 +105,13 @@ def make_plan(
                 continue
             _check_stored(row, row_jobs, specs, row.source.shapes(stored, source.layout))
             checks.check_division(row, model, parallelism)
-            shapes = row.shapes(model, target)
+            shapes, parallel = row.shapes(model, target), row.cut(model) if target == "megatron" else REPLICATED
             for job in row_jobs:
                 dtypes = _dtypes_of(job, dtype, model, source.layout, target, specs, of_weights)
-                targets |= _targets(job, shapes, model, target, dtypes)
+                own = [*zip(shapes, dtypes if len(dtypes) > 1 else cycle(dtypes), strict=False)]
+                copies = own[:1] * (len(job.writes) - len(own))  # of the first
+                for name, (shape, kept) in zip(job.writes, [*own, *copies], strict=False):
+                    targets[name] = shared_spec(shape, kept, parallel)
         written = tuple(job for row_jobs in by_row.values() for job in row_jobs)
         plan = Plan(model, source.layout, target, written, targets, derived, parallelism)
         if trained is None or not optimizer:
@@ -276,17 +279,6 @@ def _with_optimizer(
         for name, shape in zip(job.writes, job.row.shapes(plan.model, plan.to_layout), strict=False):
             targets[name] = shared_spec(shape, dtype, parallel)
     return dataclasses.replace(plan, jobs=(*plan.jobs, *of_parameters), targets=targets)
-
-
-def _targets(
-    job: Job, shapes: tuple[tuple[int, ...], ...], model: ModelShape, target: Layout, dtypes: Sequence[DType]
-) -> dict[str, TensorSpec]:
-    """What a job writes, in one dtype or in one for each tensor; copies of its first one are like that."""
-    parallel = job.row.cut(model) if target == "megatron" else REPLICATED
-    own = [*zip(shapes, dtypes if len(dtypes) > 1 else cycle(dtypes), strict=False)]
-    return {
-        name: shared_spec(*own[number if number < len(own) else 0], parallel) for number, name in enumerate(job.writes)
-    }
 
 
 def _dtypes_of(
