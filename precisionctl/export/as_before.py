@@ -52,7 +52,10 @@ class AsBefore:
         names = {job.name: [name for name in job.writes if name in encodings.weights] for job in plan.jobs}
         groups: dict[str, ScaleGroup] = {}
         coded = [job for job in plan.jobs if names[job.name]]
-        since = self._recorded_since(coded, names)
+        since: dict[str, Tensor] = {}  # the joint amaxes of what shares an input scale, where one has another now
+        for sharing, amax in with_joint_amax(coded, self.states) if self.states else ():
+            if any(self._recorded_another(job, names[job.name]) for job in sharing):
+                since |= dict.fromkeys((job.name for job in sharing), amax)
         for jobs in with_one_input(coded):
             of_jobs = [name for job in jobs for name in names[job.name]]
             scales = {name: replace(encodings.scales[name], block=self._block(name, formats)) for name in of_jobs}
@@ -102,18 +105,9 @@ class AsBefore:
         had = self.encodings.scales[name].block
         return had if had in blocks or ngram_table(name) else blocks[0]
 
-    def _recorded_since(self, jobs: Sequence[Job], names: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
-        """The joint amaxes, by job, of what shares an input scale, where the module or expert of one of these has
-        recorded another amax since the old scales were made."""
-        groups = with_joint_amax(jobs, self.states) if self.states else ()
-        return {
-            job.name: amax
-            for group, amax in groups
-            if any(self._recorded_another(job, names[job.name]) for job in group)
-            for job in group
-        }
-
     def _recorded_another(self, job: Job, names: Sequence[str]) -> bool:
+        """Whether the module or expert of a job has recorded another amax since the old scales of these weights were
+        made."""
         amaxes = [amax for name in names if (amax := self.encodings.input_amax(name)) is not None]
         before = max(map(float, amaxes), default=0.0)
         state = self.states.modules.get(job.module) if self.states else None

@@ -22,15 +22,13 @@ def jobs_in_format(jobs: Iterable[Job], made_of: MadeOf) -> Iterator[Job]:
     for job in jobs:
         made = [made_of(job, name) for name in job.writes[: len(job.row.hf)]]  # behind these are the copies
         if id(job.row) not in rows:  # as all jobs of a row share it
-            rows[id(job.row)] = _with_changes(job.row, tuple(change for change, _ in made))
+            changes = tuple(change for change, _ in made)
+            if all(isinstance(change, AsItIs) for change in changes):
+                rows[id(job.row)] = job.row
+            else:
+                changed = ChangedParts(job.row.rearrangement, changes)
+                rows[id(job.row)] = replace(job.row, rearrangement=changed, as_stored=job.row.source)
         yield replace(job, row=rows[id(job.row)], writes=tuple(name for _, names in made for name in names))
-
-
-def _with_changes(row: Row, changes: tuple[TensorChange, ...]) -> Row:
-    """The row with a change of each of its Hugging Face tensors."""
-    if all(isinstance(change, AsItIs) for change in changes):
-        return row
-    return replace(row, rearrangement=ChangedParts(row.rearrangement, changes), as_stored=row.source)
 
 
 @dataclass(frozen=True)

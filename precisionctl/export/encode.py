@@ -163,27 +163,24 @@ class InScheme:
     kept: KeptList | None = None
 
     def codes(self, plan: Plan) -> Mapping[str, JobCodes]:
-        shared = SCHEMES[self.format.scheme].shared
+        shared, rounding = SCHEMES[self.format.scheme].shared, self.format.scale_rounding
+        of_inputs = "FP32" if self.format.scheme in FOUR_BITS else rounding  # engines do not round global scales
         # What engines compute as one has one (global) weight scale, and one input scale, the largest of its inputs'.
         found = {}
         for jobs in with_one_input(self.jobs) if shared else [[job] for job in self.jobs]:
             together = {name: self.scales[name] for job in jobs for name in job.weights}
             group = ScaleGroup(together, tuple(jobs), always=True) if shared else None
+            fixed: dict[str, float] = {}
+            if self.inputs is not None:
+                amax = torch.stack([self.inputs[job.module] for job in jobs if job.module in self.inputs]).amax()
+                for scales in together.values():
+                    if scales.input:
+                        fixed[scales.input] = float(rounded_up(scales.of_input_amax(amax), of_inputs))
             for job in jobs:
-                scales = {name: self.scales[name] for name in job.weights}
-                given = self._input_scales(scales.values(), jobs)
-                found[job.name] = JobCodes(scales, given, group, self.format.scale_rounding)
+                of_job = {name: self.scales[name] for name in job.weights}
+                known = {scales.input: fixed[scales.input] for scales in of_job.values() if scales.input in fixed}
+                found[job.name] = JobCodes(of_job, known, group, rounding)
         return found
-
-    def _input_scales(self, of_weights: Iterable[Scales], group: Sequence[Job]) -> dict[str, float]:
-        """The fixed input scales of a job's weights, of the largest amax of a group's inputs."""
-        if self.inputs is None:
-            return {}
-        amax = torch.stack([self.inputs[job.module] for job in group if job.module in self.inputs]).amax()
-        found = {scales.input: scales.of_input_amax(amax) for scales in of_weights if scales.input}
-        of_groups = self.format.scheme in FOUR_BITS  # engines load global scales without rounding them
-        rounding = "FP32" if of_groups else self.format.scale_rounding
-        return {name: float(rounded_up(scale, rounding)) for name, scale in found.items()}
 
     def tensors(self, weight: str, spec: TensorSpec, scales: Scales) -> Mapping[str, TensorSpec]:
         spelling, scheme = self.format.spelling, self.format.scheme

@@ -22,7 +22,6 @@ from precisionctl.export.encode import WeightFormat
 from precisionctl.export.input_scales import OF_PREDICTION, prediction_in_bf16
 from precisionctl.fp8.delayed_scaling import recorded_amax
 from precisionctl.fp8.state import CACHE, Fp8States, core_attention_of
-from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Job, JobCodes, Plan
 from precisionctl.quant_methods.base import QuantMethod
@@ -76,7 +75,9 @@ def recorded_scales(states: Fp8States | None, encodings: WeightEncodings | None,
     found, places, attentions = {}, _places(encodings), _attentions(plan)
     stems = {job.module: stem for stem, job in attentions.items()}
     for stem, attention in attentions.items():
-        cached = stems[_caching(attention.module, plan.model)]
+        at = layer_of(attention.module)
+        reads = f"decoder.layers.{plan.model.kv_layer(at[0])}.{at[1]}" if at else attention.module
+        cached = stems[reads]
         job = attentions[cached]
         scale = (_recorded(states, job) if states else None) or _stored(encodings, places.get(cached, []))
         if scale is None:
@@ -159,12 +160,6 @@ def _attentions(plan: Plan) -> dict[str, Job]:
     named = [(job.writes if plan.to_layout == "hf" else job.reads)[0] for job in jobs]
     stems = [name.removesuffix(".weight").rpartition(".")[0] for name in named]
     return dict(zip(stems, jobs, strict=True))
-
-
-def _caching(module: str, model: ModelShape) -> str:
-    """The module of the output projection of the attention whose cache this one's reads: mostly its own."""
-    at = layer_of(module)
-    return f"decoder.layers.{model.kv_layer(at[0])}.{at[1]}" if at else module
 
 
 def _recorded(states: Fp8States, job: Job) -> CacheScale | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from precisionctl.checkpoints.mlx.mlx_names import in_mlx_names, mlx_shape, within
@@ -101,7 +101,8 @@ def in_mlx(plan: Plan, scheme: MlxScheme, dtype: DType, codes: Collection[str]) 
     MXFP4."""
     model, plan, kept = plan.model, plan.text_alone, set() if scheme in ("bf16", "f16") else set(codes)
     before = within(model)
-    forms = _Forms(model.architecture, None if scheme == "mxfp4" and kept else _SETTINGS.get(scheme), dtype)
+    setting = None if scheme == "mxfp4" and kept else _SETTINGS.get(scheme)
+    usual = mlx_groups(*setting, dtype) if setting else None
     targets = dict[str, TensorSpec]()
 
     def made_of(job: Job, name: str) -> tuple[TensorChange, Sequence[str]]:
@@ -112,44 +113,29 @@ def in_mlx(plan: Plan, scheme: MlxScheme, dtype: DType, codes: Collection[str]) 
         for tensor, shape in zip(tensors, shapes, strict=True):
             made = f"{before}{tensor.name}" if tensor.place is None else f"{before}{tensor.name}[{tensor.place}]"
             spec = shared_spec(mlx_shape(tensor.name, shape), plan.targets[name].dtype)
-            of_codes = replace(spec, dtype=DType.uint8, packing=MXFP4)
-            targets[made] = of_codes if keeps else forms.spec(tensor.name, spec)
+            if keeps:
+                targets[made] = replace(spec, dtype=DType.uint8, packing=MXFP4)
+            else:
+                targets[made] = _stored(tensor.name, spec, usual, model.architecture, dtype)
             writes.append(made)
         return change, writes
 
     jobs = tuple(jobs_in_format(filter(mlx_has, plan.jobs), made_of))
-    quantization = _quantization(targets, MXFP4 if kept else forms.usual, model.architecture)
+    quantization = _quantization(targets, MXFP4 if kept else usual, model.architecture)
     return replace(plan, jobs=jobs, targets=targets, quantization=quantization)
 
 
-@dataclass(frozen=True)
-class _Forms:
-    """How tensors of a family are stored: values in `dtype`, and modules that mlx-lm quantizes in the `setting`."""
-
-    family: str
-    setting: tuple[str, int, int] | None
-    dtype: DType
-
-    @property
-    def usual(self) -> MlxGroups | None:
-        return mlx_groups(*self.setting, self.dtype) if self.setting else None
-
-    def spec(self, name: str, spec: TensorSpec) -> TensorSpec:
-        """That of a tensor of MLX's name, of a stack one of its matrices, which has this `spec` as values."""
-        packing = self._packing(name.removesuffix(".weight"), spec.shape) if name.endswith(".weight") else None
-        if packing is not None:
+def _stored(name: str, spec: TensorSpec, usual: MlxGroups | None, family: str, dtype: DType) -> TensorSpec:
+    """How a tensor of MLX's name, of a stack one of its matrices, is stored that has this `spec` as values: as codes
+    where mlx-lm quantizes its module, in the `usual` form or in eight bits, else in `dtype`."""
+    named, columns = f"{family} {name.removesuffix('.weight')}", spec.shape[-1] if spec.shape else 1
+    is_matrix = name.endswith(".weight") and len(spec.shape) > 1
+    if usual is not None and is_matrix and columns % usual.group == 0 and not _VALUES.fullmatch(named):
+        packing = mlx_groups(*_SETTINGS["8bit"], dtype) if _EIGHT_BITS.fullmatch(named) else usual
+        if columns % packing.group == 0:
             return shared_spec(spec.shape, DType.uint8, packing=packing)
-        changes = spec.dtype.is_floating_point and not _KEPT_DTYPE.fullmatch(f"{self.family} {name}")
-        return shared_spec(spec.shape, self.dtype) if changes else spec
-
-    def _packing(self, module: str, shape: tuple[int, ...]) -> MlxGroups | None:
-        named = f"{self.family} {module}"
-        if self.usual is None or len(shape) < 2 or shape[-1] % self.usual.group or _VALUES.fullmatch(named):
-            return None
-        if not _EIGHT_BITS.fullmatch(named):
-            return self.usual
-        of_eight = mlx_groups(*_SETTINGS["8bit"], self.dtype)
-        return None if shape[-1] % of_eight.group else of_eight
+    changes = spec.dtype.is_floating_point and not _KEPT_DTYPE.fullmatch(f"{family} {name}")
+    return shared_spec(spec.shape, dtype) if changes else spec
 
 
 def _quantization(targets: Mapping[str, TensorSpec], usual: MlxGroups | None, family: str) -> dict[str, Any]:

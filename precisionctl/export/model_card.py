@@ -16,7 +16,6 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.output import replace_file
 from precisionctl.conversion.manifest import fingerprint, torch_version
 from precisionctl.errors import OutputError, RecipeError
-from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.sizes import counted, size
 from precisionctl.untrusted.safe_files import has_file, read_file
@@ -56,11 +55,12 @@ class Card:
 
     def text(self, reader: Reader) -> bytes:
         """The bytes of the file, for an export of `reader`."""
-        lines = [*self._front(reader.model), "", f"# {_plain(self.name)}", "", *self._about(reader), *self._weights()]
-        lines += ["## Quality", "", _START + _UNMEASURED + "\n" + _END]
-        return "\n".join(lines).encode(errors="backslashreplace")  # of a name that is not UTF-8
+        return "\n".join(self._lines(reader)).encode(errors="backslashreplace")  # of a name that is not UTF-8
 
-    def _front(self, model: ModelShape) -> Iterator[str]:
+    def _lines(self, reader: Reader) -> Iterator[str]:
+        model = reader.model
+
+        # what the Hub reads
         yield "---"
         if self.base_model:
             yield from (f"base_model: {self.base_model}", "base_model_relation: quantized")
@@ -69,31 +69,30 @@ class Card:
         codes = self.codes.lower().split(" and ")
         yield from ("tags:", *(f"- {tag}" for tag in dict.fromkeys([*codes, self.tag, "precisionctl"])))
         yield from ("quantized_by: precisionctl", "quantization:")
-        yield from (f"  {name.lower().replace(' ', '_')}: {_quoted(value)}" for name, value in self.facts.items())
-        yield "---"
+        for name, value in self.facts.items():
+            text = _plain(value).replace("\\", " ").replace('"', "'")
+            yield f'  {name.lower().replace(" ", "_")}: "{text}"'
+        yield from ("---", "", f"# {_plain(self.name)}", "")
 
-    def _about(self, reader: Reader) -> Iterator[str]:
-        nbytes = sum(file.stat().st_size for file in reader.files)
-        when = "" if reader.iteration is None else f", iteration {reader.iteration}"
-        what = f"A `{_plain(reader.model.model_type)}` in {self.codes}, for {self.title}."
+        what = f"A `{_plain(model.model_type)}` in {self.codes}, for {self.title}."
         if self.command:
             yield from (f"{what} In the directory above this one:", "", "```", self.command, "```")
         else:
             yield f"{what} {self.title} has no class for it."
         yield from ("", "| | |", "|---|---|")
         yield from (f"| {name} | {_plain(value)} |" for name, value in self.facts.items())
+        nbytes = sum(file.stat().st_size for file in reader.files)
+        when = "" if reader.iteration is None else f", iteration {reader.iteration}"
         yield f"| source | {reader.container}{when}, {size(nbytes)} in {counted(len(reader.files), 'file')} |"
         yield f"| its fingerprint (SHA-256 of names, sizes and config.json) | `{fingerprint(reader)}` |"
         yield f"| made by | precisionctl {__version__}, torch {torch_version()}; see `precisionctl/manifest.json` |"
-        yield ""
 
-    def _weights(self) -> Iterator[str]:
-        yield from (f"## What is {self.codes}", "")
+        yield from ("", f"## What is {self.codes}", "")
         patterns = Counter(re.sub(r"\d+(?=[.\]])", "*", name) for name in self.quantized)
         yield from (f"- `{_plain(pattern)}` ({count})" for pattern, count in patterns.items())
         yield from ("", "In higher precision, besides norms and biases:", "")
         yield from (f"- `{_plain(name)}`" for name in self.kept)
-        yield ""
+        yield from ("", "## Quality", "", _START + _UNMEASURED + "\n" + _END)
 
 
 _MAX_BYTES = 4_000_000
@@ -128,8 +127,3 @@ def path_in_command(name: str) -> str:
 def _plain(text: str) -> str:
     """Text on one line, without characters that have a meaning in Markdown or HTML."""
     return re.sub(r"[`<>|\x00-\x1f\x7f]", " ", text)
-
-
-def _quoted(text: str) -> str:
-    """A YAML string."""
-    return '"' + _plain(text).replace("\\", " ").replace('"', "'") + '"'

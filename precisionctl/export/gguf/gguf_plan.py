@@ -84,7 +84,11 @@ def in_gguf(plan: Plan, kind: GgufType, codes: Collection[str]) -> GgufPlan:
             raise UnmappedTensor(what, do="Nothing is dropped in silence: does llama.cpp compute this part?")
         row, made = found
         shapes = row.change.part_shapes(plan.targets[name].shape, model)
-        targets.append((alone, dict(zip(made, shapes, strict=True))))
+        # the converter sorts by names of values; experts of gpt-oss have here the names that they have as codes
+        order = alone.replace("_blocks[", "[")
+        if family.down_last:
+            order = re.sub(r"(?<=\.experts\.)(\d+)\.down_", r"\1.~down_", alone)
+        targets.append((order, dict(zip(made, shapes, strict=True))))
         if products := factors_of(row.change, model):
             factors.update(dict.fromkeys(made, products))
         return row.change, made
@@ -94,9 +98,7 @@ def in_gguf(plan: Plan, kind: GgufType, codes: Collection[str]) -> GgufPlan:
         replace(job, factors={name: factors[name] for name in job.writes if name in factors})
         for job in jobs_in_format(taken, made_of)
     ]
-    # the converter sorts by names of values; codes come first
-    values = {name for name, shapes in targets if not shapes.keys() <= kept.keys()}
-    targets.sort(key=lambda each: (each[0] in values, _in_order(each[0], family)))
+    targets.sort(key=lambda each: (not each[1].keys() <= kept.keys(), each[0]))  # codes come first
     shapes = {name: shape for _, shapes in targets for name, shape in shapes.items()}
     mixture = next((each for each in MIXTURES if each == kind), None)
     usual = type_of_values(plan) if mixture else kind
@@ -130,13 +132,6 @@ def _kept(plan: Plan, family: GgufFamily, kind: GgufType, codes: Collection[str]
             else:
                 others |= {stack_and_slice(name)[0] for name in made}
     return {name: read for name, read in kept.items() if stack_and_slice(name)[0] not in others}
-
-
-def _in_order(name: str, family: GgufFamily) -> str:
-    """By what the converter sorts: names of values. Experts of gpt-oss have here the names that they have as codes."""
-    if family.down_last:
-        return re.sub(r"(?<=\.experts\.)(\d+)\.down_", r"\1.~down_", name)
-    return name.replace("_blocks[", "[")
 
 
 def _alone(name: str, model: ModelShape) -> str:

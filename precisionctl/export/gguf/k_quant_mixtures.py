@@ -44,7 +44,8 @@ def types_in_mixture(mixture: Mixture, metadata: Metadata, shapes: Mapping[str, 
     values = [name for name in shapes if _category(name) == "values"]
     tied, value, down = "output.weight" not in shapes, 0, 0
     for name in sorted(shapes, key=layer_and_name):
-        if _is_vector(shapes[name]) or not name.endswith("weight") or _KEPT.search(name):
+        is_vector = all(size == 1 for size in shapes[name][:-1])
+        if is_vector or not name.endswith("weight") or _KEPT.search(name):
             continue
         category, columns, type_ = _category(name), shapes[name][-1], usual
         if category == "output" or category == "embedding" and tied:
@@ -59,23 +60,14 @@ def types_in_mixture(mixture: Mixture, metadata: Metadata, shapes: Mapping[str, 
             down += 1
         elif category == "attention output" and model.experts == 8 and not model.is_falcon and usual == "Q4_K":
             type_ = "Q5_K"
-        found[name] = _fitting(type_, columns)
+        if columns % named(type_).values:
+            type_ = IN_FEWER_VALUES.get(type_, type_)
+        found[name] = "F16" if columns % named(type_).values else type_
     return found
-
-
-def _is_vector(shape: tuple[int, ...]) -> bool:
-    return all(size == 1 for size in shape[:-1])
 
 
 def _category(name: str) -> str | None:
     return next((category for category, names in _CATEGORIES.items() if names.fullmatch(name)), None)
-
-
-def _fitting(type_: str, columns: int) -> str:
-    """The type, or the one that takes its place in rows of so many values."""
-    if columns % named(type_).values:
-        type_ = IN_FEWER_VALUES.get(type_, type_)
-    return "F16" if columns % named(type_).values else type_
 
 
 @dataclass(frozen=True)
