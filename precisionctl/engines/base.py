@@ -18,9 +18,9 @@ from precisionctl.engines.rules.cache_rules import cache_scales_of_latents
 from precisionctl.engines.rules.demands import other_codes, scales_of_no_use, wrong_scales
 from precisionctl.engines.rules.fused_rules import FusedLinears
 from precisionctl.engines.rules.ignore_lists import in_time
-from precisionctl.engines.rules.joined_tensors import wrongly_joined
 from precisionctl.engines.rules.method_rules import MethodRules
 from precisionctl.engines.rules.model_rules import BlocksAlone, ExpertDtype
+from precisionctl.engines.rules.names_in_memory import wrongly_joined
 from precisionctl.engines.rules.required_keys import MissingKeys
 from precisionctl.engines.rules.rule import Demand, EngineRule, Finding, QuantizedDirectory, broken
 from precisionctl.engines.rules.serving_rules import Division, ShapeRules
@@ -106,12 +106,6 @@ class Engine:
         """The schemes, and formats of packed codes, that the engine loads of a quant method."""
         return rules.formats if (rules := self.methods.get(method)) else ()
 
-    def _formats(self, method: str, model_type: object) -> Sequence[str]:
-        """Those of a model."""
-        rules = self.methods.get(method)
-        own = rules.of_models.get(model_type, ()) if rules and isinstance(model_type, str) else ()
-        return (*self.formats(method), *own)
-
     @property
     def cache(self) -> dict[str, str]:
         """What the engine does with the scales of an FP8 KV cache, in words, by the quant methods beside which it does
@@ -163,17 +157,26 @@ class Engine:
         specs = {name: spec for name, spec in specs.items() if name not in words} | {
             name: weight.spec for name, weight in coded.items()
         }
-        always = [*self.without_class(config), *self._missing_keys(config), *self.division.check_spread(specs, served)]
+        always = self.without_class(config)
+        text = _of_text(config)
+        for missing, rule in self.keys.items():
+            for key in missing(text):
+                what = f"{key} is {shown(said)}" if isinstance(said := text.get(key), str) else f"no {key}"
+                always.append(Finding("config.json", what, rule))
+        always += self.division.check_spread(specs, served)
         if method is None or not (coded or method.name in self.methods):
             return always  # values, perhaps beside a KV cache in FP8 by a method that there are no rules for
-        said = method.read(config["quantization_config"])
-        scheme = said.narrowed({name: weight.scales for name, weight in coded.items()}, specs).scheme
-        kinds = _kinds(method, said, scheme, coded)
-        known, by_kind = self._formats(method.name, config.get("model_type")), _by_kind(kinds) or {scheme: []}
+        quantization = method.read(config["quantization_config"])
+        scheme = quantization.narrowed({name: weight.scales for name, weight in coded.items()}, specs).scheme
+        kinds = _kinds(method, quantization, scheme, coded)
+        by_kind = _by_kind(kinds) or {scheme: []}
+        rules, model_type = self.methods.get(method.name), config.get("model_type")
+        of_model = rules.of_models.get(model_type, ()) if rules and isinstance(model_type, str) else ()
+        known = (*self.formats(method.name), *of_model)
         if unread := next((kind for kind in by_kind if kind not in known), None):
             forms = (form_in_words(coded[n].form, coded[n].scales.input is not None) for n in by_kind[unread])
             what = next(forms, _in_words(unread))
-            rule = self._loads(method.name, known) if method.name in self.methods else self.config_rule
+            rule = self._loads(method.name, known) if rules else self.config_rule
             return [Finding("config.json", f"{method.name} with {what}", rule)]
         directory = QuantizedDirectory(
             config, method.name, scheme, method.spelling, specs, coded, kinds, read, served, hf_quant_config
@@ -207,19 +210,6 @@ class Engine:
         yield from broken(cache_scales_of_latents, self.latents, directory)
         for demand, rule in self.demands.items():
             yield from broken(demand, rule, directory)
-
-    def _missing_keys(self, config: Mapping[str, Any]) -> list[Finding]:
-        """What the engine requires of config.json and does not find there, or finds in words that it does not know."""
-        text = _of_text(config)
-        return [
-            Finding(
-                "config.json",
-                f"{key} is {shown(found)}" if isinstance(found := text.get(key), str) else f"no {key}",
-                rule,
-            )
-            for missing, rule in self.keys.items()
-            for key in missing(text)
-        ]
 
     def check_weights(self, names: Iterable[str], method: str, scheme: str, text_type: object) -> list[Finding]:
         """The first of these weights that the engine does not load as codes because of its model, or because it is an

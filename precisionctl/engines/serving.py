@@ -213,7 +213,7 @@ class ServingLayout:
             return None
         elif columns % wide:
             misfit = f"whose inputs are not a multiple of {wide}"
-        elif self._ends_blocks(name, parts, high, ragged, split=split and cut.along == "outputs"):
+        elif _ends_blocks(name, parts, high, ragged, split=split and cut.along == "outputs"):
             return None
         else:
             misfit = f"whose outputs are not a multiple of {high}"
@@ -221,25 +221,6 @@ class ServingLayout:
                 misfit = f"whose outputs, in parts of {listed(map(str, parts))}, are not multiples of {high}"
         shape = [columns, sum(parts)] if cut.transposed else [sum(parts), columns]
         return f"shape {shape}{f' on each of {self.ranks} GPUs' if split else ''}, {misfit}"
-
-    def _ends_blocks(self, name: str, parts: list[int], high: int, ragged: Ragged, *, split: bool) -> bool:
-        """Whether blocks of `high` rows end with each part of a weight's outputs, or may be ragged there. `split`: GPUs
-        divide the outputs."""
-        if ragged == "never":  # it computes what is stored as one as one linear
-            parts = [sum(parts)]
-        if not any(rows % high for rows in parts):
-            return True
-        return not split and self._may_be_ragged(name.removesuffix(".weight"), parts, ragged)
-
-    def _may_be_ragged(self, module: str, parts: list[int], ragged: Ragged) -> bool:
-        group = _group(module) or (module,)
-        if ragged == "never":
-            return sum(parts) < SQUARE[0]  # a single row of scales covers all of them
-        if any(rows % SQUARE[0] for rows in parts[:-1]):
-            return False
-        if ragged == "last" or group == LATENT:
-            return _linear(module) == _linear(group[-1])
-        return len(group) == len(parts) == 1
 
     def _cut(self, name: str) -> Cut | None:
         """How GPUs divide a weight; None if that is not known."""
@@ -260,3 +241,20 @@ class ServingLayout:
         queries, keys = Part(heads), Part(groups, groups)
         parts = {"q_proj": (queries,), "qkv_proj": (queries, keys, keys)} | dict.fromkeys(_OF_KEYS, (keys,))
         return Cut("outputs", parts[linear]) if linear in parts else None
+
+
+def _ends_blocks(name: str, parts: list[int], high: int, ragged: Ragged, *, split: bool) -> bool:
+    """Whether blocks of `high` rows end with each part of a weight's outputs, or may be ragged there. `split`: GPUs
+    divide the outputs."""
+    if ragged == "never":  # it computes what is stored as one as one linear, and a single row of scales may cover that
+        outputs = sum(parts)
+        return outputs % high == 0 or not split and outputs < SQUARE[0]
+    if all(rows % high == 0 for rows in parts):
+        return True
+    if split or any(rows % SQUARE[0] for rows in parts[:-1]):
+        return False
+    module = name.removesuffix(".weight")
+    group = _group(module) or (module,)
+    if ragged == "last" or group == LATENT:
+        return _linear(module) == _linear(group[-1])
+    return len(group) == len(parts) == 1

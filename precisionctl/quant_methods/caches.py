@@ -40,19 +40,13 @@ def cache_scales(quantization: object, specs: Mapping[str, TensorSpec]) -> dict[
         at = bisect(others, f"{module}.")
         return at < len(others) and others[at].startswith(f"{module}.")
 
-    def is_of_attention(name: str) -> bool:
-        """By a name, or, of a hybrid's mixers, by their keys."""
-        module = _attention(name)
+    found: dict[str, TensorSpec] = {}
+    for name, spec in named.items():
+        module = name.rpartition(".")[0]
+        while module.endswith(_INSIDE_ATTENTION):  # named for a projection, or for engines' inner module
+            module = module.rpartition(".")[0]
         above = len(module.rpartition(".")[0])
-        is_named = bool(_NAMED_ATTENTION.search(name, above)) or is_there(f"{module}.k_proj")
-        return is_named and is_there(module)
-
-    return {name: spec for name, spec in named.items() if is_of_attention(name)}
-
-
-def _attention(scale: str) -> str:
-    """The attention that a scale of a cache is of: it may be named for a projection, or for engines' inner module."""
-    module = scale.rpartition(".")[0]
-    while module.endswith(_INSIDE_ATTENTION):
-        module = module.rpartition(".")[0]
-    return module
+        is_attention = _NAMED_ATTENTION.search(name, above) or is_there(f"{module}.k_proj")  # a hybrid's mixers have it
+        if is_attention and is_there(module):
+            found[name] = spec
+    return found

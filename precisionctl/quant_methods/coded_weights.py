@@ -146,7 +146,12 @@ def _coded(
     """The weight with the format that its tensors have. If its scales fit several formats, the one whose other tensors
     are there. Raises DamagedCheckpoint if no format fits."""
     if (table := ngram_table(weight)) and (of_table := f"{table}.weight_scale") in specs:
-        return _in_table(codes, of_table, specs, where)
+        spec = specs[codes]
+        if spec.packing is not None or not _fits(specs[of_table], _TABLE, spec):
+            stored = specs[of_table]
+            what = f"{of_table} has shape {list(stored.shape)} ({stored.stored_dtype}), not one scale of FP8 codes"
+            raise DamagedCheckpoint(what, where=where)
+        return CodedWeight(codes, spec, _TABLE, Scales(of_table, None, sized(TENSOR, spec)))
     scale, spec = _present(weight, method.weight_scales, specs, where), specs[codes]
     suffix = codes.removeprefix(weight)
     possible = [(form, found) for form in quantization.formats if (found := _as_weight(spec, suffix, form))]
@@ -154,10 +159,10 @@ def _coded(
     if not fitting:
         spec = possible[0][1] if possible else spec
         forms = [form for form, _ in possible] or quantization.formats
-        kinds = " or ".join(dict.fromkeys(form.in_words for form in forms))
+        said = " or ".join(dict.fromkeys(form.in_words for form in forms))
         raise DamagedCheckpoint(
             f"{scale} has shape {list(specs[scale].shape)} ({specs[scale].stored_dtype}) for a weight of "
-            f"{list(spec.shape)}; the config says: {kinds}",
+            f"{list(spec.shape)}; the config says: {said}",
             where=where,
         )
     beside = _BESIDE if fitting[0][1].packing else ()
@@ -167,7 +172,16 @@ def _coded(
         what = f"{sibling(weight, strange[0])} is beside codes that have none; the config says: {form.in_words}"
         raise DamagedCheckpoint(what, where=where, do="Start from the unquantized model.")
     global_scale, zeros, shape = (sibling(weight, kind) if kind else None for kind in form.other_tensors)
-    given = _input(weight, method, form, quantization, specs, where)
+
+    # the fixed scale of its input
+    kinds = method.input_scales if form.packing is None else (form.input,) if form.input else ()
+    fixed = quantization.static
+    if fixed is None:
+        fixed = any(sibling(weight, kind) in specs for kind in kinds)
+    given = _present(weight, kinds, specs, where) if fixed and kinds else None
+    if given is not None and specs[given].rows * specs[given].columns != 1:
+        raise DamagedCheckpoint(f"{given} has shape {list(specs[given].shape)}, not one scale", where=where)
+
     size = sized(form.block, spec)
     of_input = sibling(weight, form.input_zero_point) if given and form.input_zero_point else None
     largest = input_largest(spec)
@@ -187,15 +201,6 @@ def ngram_table(weight: str) -> str | None:
     None for other weights. transformers 5.24 integrations/finegrained_fp8.py, FP8Embedding."""
     found = _PART_OF_TABLE.fullmatch(weight)
     return found[1] if found else None
-
-
-def _in_table(codes: str, scale: str, specs: Mapping[str, TensorSpec], where: object) -> CodedWeight:
-    """A part of a table, whose tensor of codes has its name."""
-    spec = specs[codes]
-    if spec.packing is not None or not _fits(specs[scale], _TABLE, spec):
-        what = f"{scale} has shape {list(specs[scale].shape)} ({specs[scale].stored_dtype}), not one scale of FP8 codes"
-        raise DamagedCheckpoint(what, where=where)
-    return CodedWeight(codes, spec, _TABLE, Scales(scale, None, sized(TENSOR, spec)))
 
 
 def input_largest(weight: TensorSpec) -> float:
@@ -253,25 +258,6 @@ def check_other_tensors(scales: Scales, weight: TensorSpec, specs: Mapping[str, 
         if specs[name].dtype not in dtypes:
             kinds = " or ".join(map(str, dtypes))
             raise DamagedCheckpoint(f"{name} is {specs[name].stored_dtype}, not {kinds}", where=where)
-
-
-def _input(
-    weight: str,
-    method: QuantMethod,
-    form: CodeFormat,
-    quantization: Quantization,
-    specs: Mapping[str, TensorSpec],
-    where: object,
-) -> str | None:
-    """The fixed scale of a weight's input."""
-    kinds = method.input_scales if form.packing is None else (form.input,) if form.input else ()
-    wanted = quantization.static
-    if wanted is None:
-        wanted = any(sibling(weight, kind) in specs for kind in kinds)
-    given = _present(weight, kinds, specs, where) if wanted and kinds else None
-    if given is not None and specs[given].rows * specs[given].columns != 1:
-        raise DamagedCheckpoint(f"{given} has shape {list(specs[given].shape)}, not one scale", where=where)
-    return given
 
 
 def _present(weight: str, kinds: Sequence[str], specs: Mapping[str, TensorSpec], where: object) -> str:

@@ -175,19 +175,17 @@ class ConfigGroup:
 
 def config_groups(config: Mapping[str, Any]) -> dict[str, ConfigGroup]:
     """The groups of a `quantization_config`, by their names; none where a stranger's config has something else."""
-    found = mapping_or_empty(config.get("config_groups"))
-    return {name: _group(group, config) for name, group in found.items()}
-
-
-def _group(said: object, config: Mapping[str, Any]) -> ConfigGroup:
-    group = mapping_or_empty(said)
-    targets = found if isinstance(found := group.get("targets"), list | tuple) else ()
-    return ConfigGroup(
-        tuple(target for target in targets if isinstance(target, str)),
-        TensorArguments.of(group.get("weights")),
-        TensorArguments.of(group.get("input_activations")),
-        group.get("format") or config.get("format"),
-    )
+    found: dict[str, ConfigGroup] = {}
+    for name, said in mapping_or_empty(config.get("config_groups")).items():
+        group = mapping_or_empty(said)
+        targets = listed if isinstance(listed := group.get("targets"), list | tuple) else ()
+        found[name] = ConfigGroup(
+            tuple(target for target in targets if isinstance(target, str)),
+            TensorArguments.of(group.get("weights")),
+            TensorArguments.of(group.get("input_activations")),
+            group.get("format") or config.get("format"),
+        )
+    return found
 
 
 def cache_arguments(config: Mapping[str, Any]) -> TensorArguments | None:

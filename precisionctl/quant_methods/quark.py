@@ -47,7 +47,11 @@ def read(config: Mapping[str, Any]) -> Quantization:
         by_name = _part(config, key)
         layers += [(name, _part(by_name, name)) for name in by_name]
     for _, layer in layers:
-        _check_outputs(layer)
+        if layer.get("bias"):
+            raise _unread(f"biases are {_in_words(_tensor(layer, 'bias'))}")
+        outputs = _tensor(layer, "output_tensors")
+        if outputs and _in_short(outputs) != _FIXED:  # those of k and v are cached
+            raise _unread(f"outputs are {_in_words(outputs)}")
     parts = [([name], _layer(layer)) for name, layer in layers if layer.get("weight")]
     if not parts:
         raise _unread("no weight is quantized")
@@ -61,13 +65,18 @@ def _layer(layer: Mapping[str, Any]) -> Quantization:
     if weight.get("is_dynamic") or weight.get("symmetric") is False:
         raise _unread("weights have zero points, or no scales")
     if kind == ("fp4", "per_group") and (weight.get("group_size"), weight.get("scale_format")) == (32, "e8m0"):
-        return _mxfp4(inputs)
+        if not inputs:
+            return Quantization((MXFP4,), None)
+        how = tuple(inputs.get(key) for key in ("dtype", "qscheme", "group_size", "scale_format", "is_dynamic"))
+        if how != ("fp4", "per_group", 32, "e8m0", True) or inputs.get("scale_calculation_mode", "even") != "even":
+            raise _unread(f"inputs of MXFP4 weights are {_in_words(inputs)}")
+        return Quantization((replace(MXFP4, inputs=InputFormat(E2M1, even=True)),), None)
     of_channels = kind[1] == "per_channel" and weight.get("ch_axis") == 0
     if kind[0] != "fp8_e4m3" or not (of_channels or kind[1] == "per_tensor"):
         raise _unread(f"weights are {_in_words(weight)}")
-    if (how := _in_short(inputs)) not in (_FIXED, _BY_TOKEN):
+    if _in_short(inputs) not in (_FIXED, _BY_TOKEN):
         raise _unread(f"inputs of FP8 weights are {_in_words(inputs)}")
-    return in_fp8([CHANNEL if of_channels else TENSOR], how == _FIXED)
+    return in_fp8([CHANNEL if of_channels else TENSOR], _in_short(inputs) == _FIXED)
 
 
 def _in_short(tensor: Mapping[str, Any]) -> tuple[object, object, bool]:
@@ -75,26 +84,6 @@ def _in_short(tensor: Mapping[str, Any]) -> tuple[object, object, bool]:
 
 
 _FIXED, _BY_TOKEN = ("fp8_e4m3", "per_tensor", False), ("fp8_e4m3", "per_channel", True)
-
-
-def _mxfp4(inputs: Mapping[str, Any]) -> Quantization:
-    """MXFP4, with inputs in MXFP4 too, or in BF16."""
-    if not inputs:
-        return Quantization((MXFP4,), None)
-    how = tuple(inputs.get(key) for key in ("dtype", "qscheme", "group_size", "scale_format", "is_dynamic"))
-    if how != ("fp4", "per_group", 32, "e8m0", True) or inputs.get("scale_calculation_mode", "even") != "even":
-        raise _unread(f"inputs of MXFP4 weights are {_in_words(inputs)}")
-    return Quantization((replace(MXFP4, inputs=InputFormat(E2M1, even=True)),), None)
-
-
-def _check_outputs(layer: Mapping[str, Any]) -> None:
-    """Raise PrecisionError for biases in codes, and for outputs (those of k and v are cached) that are not FP8 under a
-    fixed scale."""
-    if layer.get("bias"):
-        raise _unread(f"biases are {_in_words(_tensor(layer, 'bias'))}")
-    outputs = _tensor(layer, "output_tensors")
-    if outputs and _in_short(outputs) != _FIXED:
-        raise _unread(f"outputs are {_in_words(outputs)}")
 
 
 def _tensor(layer: Mapping[str, Any], key: str) -> Mapping[str, Any]:

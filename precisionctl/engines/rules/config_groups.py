@@ -61,7 +61,10 @@ def in_another_group(*, fuses: bool, class_first: bool = False) -> Demand:
 
     def broken(directory: QuantizedDirectory) -> Breaches:
         groups = _groups(directory)
-        kinds = {name: _kinds(group) for name, group in groups.items()}
+        kinds: dict[str, list[str]] = {}
+        for name, said in groups.items():
+            read = read_group(said)
+            kinds[name] = list(dict.fromkeys(codes_kind(form, read.static) for form in read.formats))
         for weight, group in _chosen(directory, fuses, class_first) if len(groups) > 1 else ():
             if (codes := directory.kinds[weight]) not in kinds[group]:
                 yield weight, f"codes of {codes}, decoded as those of config group {group}: {' or '.join(kinds[group])}"
@@ -124,8 +127,3 @@ def without_target(unquantized: Unquantized) -> Demand:
 
 def _modules(directory: QuantizedDirectory) -> set[str]:
     return {name.removesuffix(".weight") for name in directory.specs}
-
-
-def _kinds(group: ConfigGroup) -> list[str]:
-    said = read_group(group)
-    return list(dict.fromkeys(codes_kind(form, said.static) for form in said.formats))

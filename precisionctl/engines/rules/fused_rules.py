@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from precisionctl.engines.rules.rule import Breaches, EngineRule, Finding, QuantizedDirectory, broken
+from precisionctl.engines.rules.rule import EngineRule, Finding, QuantizedDirectory
 from precisionctl.engines.serving import EXPERT, FUSED
 from precisionctl.quant_methods.base import TENSOR
 
@@ -29,27 +29,21 @@ class FusedLinears:
 
     def check(self, directory: QuantizedDirectory) -> Iterator[Finding]:
         """The findings where codes are only a part of what is fused, or have scales that differ."""
-        yield from broken(self._partly_quantized, self.all_or_none, directory)
-        yield from self._unequal_in_group(directory)
-        yield from broken(_unequal_experts, self.input_scales, directory)
-
-    def _partly_quantized(self, directory: QuantizedDirectory) -> Breaches:
-        """Fused linears, or a layer's experts, of which only some are codes, or in another format."""
         scales, specs, kinds = directory.scales, directory.specs, directory.kinds
         for group in (*fused_weights(specs, self.groups), *_experts(specs)):
             quantized = [name for name in group if name in scales]
             if quantized and len(quantized) < len(group):
-                yield quantized[0], f"{specs[quantized[0]].codes_name} codes, but not all that it is fused with"
+                what = f"{specs[quantized[0]].codes_name} codes, but not all that it is fused with"
+                yield Finding(quantized[0], what, self.all_or_none)
             formats = {
                 (kinds[name], specs[name].packing, specs[name].dtype, scales[name].input is None) for name in quantized
             }
             if len(formats) > 1:
-                yield quantized[0], "codes in another format than those that it is fused with"
+                what = "codes in another format than those that it is fused with"
+                yield Finding(quantized[0], what, self.all_or_none)
 
-    def _unequal_in_group(self, directory: QuantizedDirectory) -> Iterator[Finding]:
-        """Fused linears that differ in the scale of a whole weight, in the global one or in the fixed one of an input.
-        Integers have rules of their own."""
-        floating = {n: each for n, each in directory.scales.items() if not directory.specs[n].element.is_integer}
+        # scales of whole weights, global ones, and fixed ones of inputs; integers have rules of their own
+        floating = {name: each for name, each in scales.items() if not specs[name].element.is_integer}
         for group in fused_weights(floating, self.groups or FUSED):
             found = [floating[name] for name in group]
             of_all = [name for name in group if directory.coded[name].form.block == TENSOR]
@@ -61,6 +55,13 @@ class FusedLinears:
                 values = [float(value) for name in names if (value := directory.read(name)).numel() == 1]
                 if len(set(values)) > 1:
                     yield Finding(group[0], f"{kind} scales {values} of one fused group differ", rule)
+
+        for experts in _experts(scales):
+            fixed = (scale for name in experts if (scale := scales[name].input) is not None)
+            inputs = {float(directory.read(scale)) for scale in fixed}
+            if len(inputs) > 1:
+                what = f"input scales of experts differ, {min(inputs)} to {max(inputs)}"
+                yield Finding(experts[0], what, self.input_scales)
 
 
 def fused_weights(specs: Mapping[str, Any], groups: Iterable[tuple[str, ...]]) -> Iterator[list[str]]:
@@ -80,12 +81,3 @@ def _experts(names: Iterable[str]) -> Iterable[list[str]]:
         if match := EXPERT.fullmatch(name):
             found.setdefault((match[1], match[2]), []).append(name)
     return found.values()
-
-
-def _unequal_experts(directory: QuantizedDirectory) -> Breaches:
-    """Layers whose experts have static input scales that differ."""
-    for experts in _experts(directory.scales):
-        fixed = (scale for name in experts if (scale := directory.scales[name].input) is not None)
-        inputs = {float(directory.read(scale)) for scale in fixed}
-        if len(inputs) > 1:
-            yield experts[0], f"input scales of experts differ, {min(inputs)} to {max(inputs)}"

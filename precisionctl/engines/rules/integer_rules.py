@@ -14,7 +14,6 @@ from precisionctl.engines.rules.rule import Breaches, Demand, QuantizedDirectory
 from precisionctl.engines.serving import EXPERT, FUSED, LATENT
 from precisionctl.quant_methods.base import TENSOR, sized
 from precisionctl.quant_methods.compressed_tensors import ConfigGroup, config_groups
-from precisionctl.quant_methods.scales import Scales
 
 _BYTES, _WORDS = ("int-quantized", "naive-quantized"), "pack-quantized"
 
@@ -57,7 +56,10 @@ def int8_inputs_of_group_unequal(directory: QuantizedDirectory) -> Breaches:
     """Fused linears in INT8 whose fixed input scales or zero points differ."""
     for group in fused_weights(directory.scales, (*FUSED, LATENT)):
         fixed = [name for name in group if _of_int8(directory, name) and directory.scales[name].input is not None]
-        found = {_fixed_input(directory, directory.scales[name]) for name in fixed}
+        found: set[tuple[float, ...]] = set()
+        for scales in (directory.scales[name] for name in fixed):
+            stored = (scales.input, scales.input_zero_point)
+            found.add(tuple(float(directory.read(each).reshape(())) if each else 0.0 for each in stored))
         if len(found) > 1:
             yield fixed[0], f"input scales, with zero points, {sorted(found)} of one fused group differ"
 
@@ -110,13 +112,6 @@ def scales_of_words_beyond_bf16(directory: QuantizedDirectory) -> Breaches:
 def _of_int8(directory: QuantizedDirectory, name: str) -> bool:
     element = directory.specs[name].element
     return element.is_integer and element.bits == 8
-
-
-def _fixed_input(directory: QuantizedDirectory, scales: Scales) -> tuple[float, float]:
-    """A fixed scale of inputs, and its zero point."""
-    stored = (directory.read(name) if name else None for name in (scales.input, scales.input_zero_point))
-    scale, zero = (0.0 if each is None else float(each.reshape(())) for each in stored)
-    return scale, zero
 
 
 def _int8_groups(quantization: Mapping[str, Any]) -> Iterator[tuple[str, ConfigGroup]]:
