@@ -114,19 +114,15 @@ def _child(
             parent.send((number, task(items[number])))
         code = 0
     except Exception as error:
-        parent.send(_that_pickles(error))
+        error.add_note(traceback.format_exc())
+        try:
+            ForkingPickler.loads(ForkingPickler.dumps(error))
+        except Exception:  # it does not come through a pipe, but what it says does
+            parent.send(RuntimeError("".join(traceback.format_exception(error))))
+        else:
+            parent.send(error)
     finally:
         os._exit(code)
-
-
-def _that_pickles(error: Exception) -> Exception:
-    """An error with its traceback as a note; or one that says the same, if it does not come through a pipe."""
-    error.add_note(traceback.format_exc())
-    try:
-        ForkingPickler.loads(ForkingPickler.dumps(error))
-    except Exception:
-        return RuntimeError("".join(traceback.format_exception(error)))
-    return error
 
 
 def _check_exit(process: BaseProcess) -> None:

@@ -7,7 +7,7 @@ amaxes.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
@@ -73,7 +73,14 @@ def load_te(
     model: PreTrainedModel = built.to(on).eval()
     for name, module in replaced.items():
         model.set_submodule(name, module)
-    model.forward = _in_fp8(model.forward, made)
+    forward = model.forward
+
+    @wraps(forward)
+    def in_fp8(*arguments: Any, **named: Any) -> Any:
+        with torch.no_grad(), made.forward_pass():  # with the scales of the state, which do not change
+            return forward(*arguments, **named)
+
+    model.forward = in_fp8
     return model.requires_grad_(False)
 
 
@@ -104,7 +111,12 @@ def _replacements(
         for read in job.reads:
             name = called.get(read, read).removesuffix(".weight")
             if values := _of_linear(modules.get(name)):
-                found[name] = _linear(values, job.module, states, backend, alignment)
+                # linears of a fused group all get its state, as they have the same input, and weights with one scale
+                rows, columns = values["weight"].shape
+                linear = backend.linear(job.module, columns, rows, "bias" in values)
+                _set_state(linear, states, job.module)
+                linear.load_state_dict(values)
+                found[name] = _Padded(linear, alignment, backend.dtype)
             else:
                 lost[job.module] = None
     if lost:
@@ -113,18 +125,6 @@ def _replacements(
             do="Export it with these modules in BF16: name them in keep_bf16 of a --recipe.",
         )
     return found
-
-
-def _linear(
-    values: Mapping[str, Tensor], module: str, states: Fp8States, backend: Backend, alignment: int
-) -> nn.Module:
-    """The replacement of a linear with these parameters. Linears of a fused group all get the group's state, as they
-    have the same input, and weights with one scale."""
-    rows, columns = values["weight"].shape
-    new = backend.linear(module, columns, rows, "bias" in values)
-    _set_state(new, states, module)
-    new.load_state_dict(values)
-    return _Padded(new, alignment, backend.dtype)
 
 
 def _of_linear(module: nn.Module | None) -> dict[str, Tensor]:
@@ -155,17 +155,6 @@ def _experts(old: nn.Module, module: str, plan: Plan, states: Fp8States, backend
 def _set_state(linear: nn.Module, states: Fp8States, module: str) -> None:
     assert isinstance(linear, Fp8Linear), "a backend's linears keep state"
     linear.set_fp8_state(states.modules[module])
-
-
-def _in_fp8(forward: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
-    """A model's `forward`, computed in FP8 with the scales of the state, which do not change."""
-
-    @wraps(forward)
-    def within(*arguments: Any, **named: Any) -> Any:
-        with torch.no_grad(), backend.forward_pass():
-            return forward(*arguments, **named)
-
-    return within
 
 
 class _Padded(nn.Module):

@@ -47,7 +47,8 @@ def measure(
     rows = values.detach().reshape(-1, values.shape[-1] if values.dim() else 1)
     if rows.numel() == 0:
         return Statistics()
-    largest = numerics.amax(rows) if amax is None else amax
+    own = numerics.amax(rows)
+    largest = own if amax is None else amax
     fixed: dict[Scaling, Tensor] = {"current": numerics.current_scale(largest.float(), dtype)}
     if delayed_scale is not None:
         fixed["delayed"] = delayed_scale
@@ -58,7 +59,7 @@ def measure(
         underflows, saturated, error = lost[3 * i : 3 * i + 3]
         losses[scaling] = Loss(rows.numel(), int(underflows), int(saturated), sum_2, error)
     zeros = rows.numel() - int(nonzero + nonfinite)
-    return Statistics(rows.numel(), zeros, int(nonfinite), float(numerics.amax(rows)), sum_2, sum_4, losses)
+    return Statistics(rows.numel(), zeros, int(nonfinite), float(own), sum_2, sum_4, losses)
 
 
 def _tiles(rows: Tensor) -> Iterator[Tensor]:

@@ -22,7 +22,9 @@ def decode(codes: Tensor, scales: Tensor, zeros: Tensor | None, values: Tensor) 
     """
     values.copy_(codes)
     groups = values.view(*scales.shape, -1)
-    taken = _taken(codes, scales, zeros)
+    taken = zeros
+    if codes.dtype == torch.uint8:
+        taken = torch.full_like(scales, 128) if zeros is None else zeros + 128
     if taken is not None:
         groups.sub_(taken.unsqueeze(-1))
     groups.mul_(scales.unsqueeze(-1))
@@ -46,10 +48,3 @@ def encode(values: Tensor, scales: Tensor, zeros: Tensor | None, codes: Tensor, 
             groups.add_(zeros[here].unsqueeze(-1))
         quotients.round_().clamp_(-128, 127)
         codes[here] = quotients.add_(128) if codes.dtype == torch.uint8 else quotients
-
-
-def _taken(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor | None:
-    """What is taken from codes before they are scaled; None for nothing."""
-    if codes.dtype != torch.uint8:
-        return zeros
-    return torch.full_like(scales, 128) if zeros is None else zeros + 128

@@ -116,8 +116,12 @@ class MlxGroups(CodesInRows):
 
 def mlx_groups(mode: str, bits: int, group: int, values: DType) -> MlxGroups:
     """How MLX makes codes of values of this dtype."""
+    if MODES[mode].affine:
+        element = INT4 if bits == 4 else INT8
+    else:
+        element = E2M1 if bits == 4 else E4M3
     name = f"MLX's {codes_in_words(mode, bits)}"
-    return MlxGroups(name, _element(mode, bits), DType.uint8, mode=mode, bits=bits, group=group, values=values)
+    return MlxGroups(name, element, DType.uint8, mode=mode, bits=bits, group=group, values=values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,12 +139,6 @@ MXFP4 = _KeptMxfp4(
 
 def codes_in_words(mode: str, bits: int) -> str:
     return f"{bits}-bit integers" if MODES[mode].affine else MODES[mode].words
-
-
-def _element(mode: str, bits: int) -> Element:
-    if MODES[mode].affine:
-        return INT4 if bits == 4 else INT8
-    return E2M1 if bits == 4 else E4M3
 
 
 def affine_values(codes: Tensor, bits: int, scales: Tensor, biases: Tensor) -> Tensor:

@@ -135,16 +135,15 @@ def carry_state(
         )
         modules |= under_recipe(new, checkpoint_state)
     states = replace(checkpoint_state, recipe=new) if checkpoint_state else Fp8States(new, {}, producer=BY_RUN)
-    unrecorded: dict[str, Tensor] = {}
+    from_weights: dict[str, Tensor] = {}
     stale: dict[str, Tensor] = {}
     for name, amax in weight_amax.items():
         weight = modules[name].roles["weight"]
-        unrecorded[name] = ~weight.recorded_each
-        stale[name] = is_stale(weight, amax, new)
-        weight = weight.replaced(unrecorded[name] | stale[name], after_one_update(amax, "weight", new))
+        unrecorded, outdated = ~weight.recorded_each, is_stale(weight, amax, new)
+        if unrecorded.any():
+            from_weights[name] = unrecorded
+        if outdated.any():
+            stale[name] = outdated
+        weight = weight.replaced(unrecorded | outdated, after_one_update(amax, "weight", new))
         modules[name] = Fp8State({**modules[name].roles, "weight": weight})
-    return StateChange(replace(states, modules=modules), _any(unrecorded), _any(stale))
-
-
-def _any(where: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: which for name, which in where.items() if which.any()}
+    return StateChange(replace(states, modules=modules), from_weights, stale)

@@ -27,6 +27,7 @@ from precisionctl.fp8.state import (
 )
 from precisionctl.fp8.te_pickle import Delayed, PickledTensor, load, storage, tensor
 from precisionctl.torch_when_used import torch
+from precisionctl.untrusted.safe_json import mapping_or_empty
 
 FORMATS = {"HYBRID": (448, 57344), "E4M3": (448, 448)}
 """By `fp8_format`, the largest code value forward and backward; TE stores the format as these."""
@@ -139,29 +140,16 @@ def read_payload(data: bytes, where: object) -> Payload | None:
     if recipe is not None and not isinstance(recipe, Delayed):
         raise NotUnderstood("FP8 state of another recipe than delayed scaling", where=where)
     directions = _columns(found, "fwd", where), _columns(found, "bwd", where)
-    gemms = _gemms(found, directions, where)
+    extra = mapping_or_empty(found.get("extra_fp8_variables"))
+    gemms = extra.get("num_gemms", None if extra else len(directions[0].scale) // 2)
+    if type(gemms) is not int or not 1 <= gemms <= _MOST_GEMMS:
+        raise NotUnderstood("FP8 state of an unknown number of GEMMs", where=where)
     cut = _cut(found, directions, where) if gemms == 1 else None
-    fields = _recipe_fields(recipe.fields) if recipe else _assumed_fields(_extra(found), directions[0])
-    try:
-        known = DelayedScaling(**fields)
-    except RecipeError as error:
-        raise DamagedCheckpoint(f"an FP8 recipe that makes no sense: {error.what}", where=where) from error
+    known, order = _recipe_and_order(recipe, extra, directions[0], where)
     if [len(columns.scale) for columns in directions] == [2 * gemms, gemms]:
         # TE up to 0.5, and fused operations, keep no columns of output and grad_input
         directions = _padded(directions[0], gemms), _padded(directions[1], gemms)
-    return Payload(
-        known,
-        directions,
-        gemms,
-        recipe is None,
-        _order(recipe.fields) if recipe else "role",
-        cut,
-    )
-
-
-def _extra(found: Mapping[str, Any]) -> Mapping[str, Any]:
-    extra = found.get("extra_fp8_variables")
-    return extra if isinstance(extra, dict) else {}
+    return Payload(known, directions, gemms, assumed=recipe is None, order=order, cut=cut)
 
 
 def _columns(found: Mapping[str, Any], direction: str, where: object) -> Columns:
@@ -184,15 +172,6 @@ def _columns(found: Mapping[str, Any], direction: str, where: object) -> Columns
     return Columns(torch.cat([scale for scale, _ in read]), torch.cat([history for _, history in read], 1))
 
 
-def _gemms(found: Mapping[str, Any], directions: Directions, where: object) -> int:
-    """The number of GEMMs: `num_gemms` if the payload has it, else half the number of forward columns."""
-    extra = _extra(found)
-    gemms = extra.get("num_gemms", len(directions[0].scale) // 2 if not extra else None)
-    if type(gemms) is not int or not 1 <= gemms <= _MOST_GEMMS:
-        raise NotUnderstood("FP8 state of an unknown number of GEMMs", where=where)
-    return gemms
-
-
 def _padded(columns: Columns, gemms: int) -> Columns:
     """Add a fresh column (scale 1, history 0) to each GEMM's columns."""
     scale = columns.scale.view(gemms, -1)
@@ -202,29 +181,28 @@ def _padded(columns: Columns, gemms: int) -> Columns:
     return Columns(scale.flatten(), history.flatten(1))
 
 
-def _recipe_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of our DelayedScaling from the fields of a pickled TE recipe."""
-    known = {name: fields[name] for name in DelayedScaling.__dataclass_fields__ if name in fields}
-    if "fp8_format" in known:
-        limits = getattr(known["fp8_format"], "value", None)
-        known["fp8_format"] = next((name for name, pair in FORMATS.items() if pair == limits), None)
-    return known
-
-
-def _assumed_fields(extra: Mapping[str, Any], forward: Columns) -> dict[str, Any]:
-    """What is known of the recipe of a payload without one: the format, from its largest code values, and the history's
-    length."""
-    largest = (extra.get("fp8_max_fwd"), extra.get("fp8_max_bwd"))
-    format = next((name for name, pair in FORMATS.items() if pair == largest), "HYBRID")
-    return {"fp8_format": format, "amax_history_len": len(forward.history)}
-
-
-def _order(fields: Mapping[str, Any]) -> ColumnOrder | None:
-    """The order of columns in the TE that wrote this, where the recipe tells its version: DelayedScaling had `interval`
-    up to TE 2.1 and has `backward_override` since 2.15; the order changed in 2.3."""
-    if "interval" in fields:
-        return "role"
-    return "gemm" if "backward_override" in fields else None
+def _recipe_and_order(
+    recipe: Delayed | None, extra: Mapping[str, Any], forward: Columns, where: object
+) -> tuple[DelayedScaling, ColumnOrder | None]:
+    """Our DelayedScaling from a pickled TE recipe, and the order of columns in the TE that wrote it, where the recipe
+    tells its version."""
+    order: ColumnOrder | None = "role"
+    if recipe is None:  # then the largest code values tell the format
+        largest = (extra.get("fp8_max_fwd"), extra.get("fp8_max_bwd"))
+        format = next((name for name, pair in FORMATS.items() if pair == largest), "HYBRID")
+        fields: dict[str, Any] = {"fp8_format": format, "amax_history_len": len(forward.history)}
+    else:
+        fields = {name: recipe.fields[name] for name in DelayedScaling.__dataclass_fields__ if name in recipe.fields}
+        if "fp8_format" in fields:
+            limits = getattr(fields["fp8_format"], "value", None)
+            fields["fp8_format"] = next((name for name, pair in FORMATS.items() if pair == limits), None)
+        # DelayedScaling had `interval` up to TE 2.1 and has `backward_override` since 2.15; the order changed in 2.3
+        if "interval" not in recipe.fields:
+            order = "gemm" if "backward_override" in recipe.fields else None
+    try:
+        return DelayedScaling(**fields), order
+    except RecipeError as error:
+        raise DamagedCheckpoint(f"an FP8 recipe that makes no sense: {error.what}", where=where) from error
 
 
 def _cut(found: Mapping[str, Any], directions: Directions, where: object) -> ExpertSlice | None:

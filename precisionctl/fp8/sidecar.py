@@ -129,7 +129,13 @@ def read(path: Path) -> Fp8States:
         recipe = DelayedScaling(**fields["recipe"])
     except (KeyError, TypeError, RecipeError) as error:
         raise DamagedCheckpoint(f"the FP8 sidecar's recipe makes no sense: {error}", where=path) from error
-    modules = {module: _read_module(module, tensors, recipe, path) for module in _modules(tensors, path)}
+    names = set()
+    for name in tensors:
+        module, _, leaf = name.rpartition("/")
+        if not module or leaf not in _LEAVES:
+            raise DamagedCheckpoint(f"an FP8 sidecar with a tensor {name!r}", where=path)
+        names.add(module)
+    modules = {module: _read_module(module, tensors, recipe, path) for module in sorted(names)}
     return Fp8States(
         recipe,
         modules,
@@ -160,17 +166,6 @@ def _fields(text: str, path: Path) -> Mapping[str, Any]:
     if not has_iteration or not has_origin:
         raise DamagedCheckpoint("the FP8 sidecar does not say who made it and when", where=path)
     return fields
-
-
-def _modules(tensors: Mapping[str, Tensor], path: Path) -> list[str]:
-    """The names of all modules. Raises DamagedCheckpoint for a tensor that belongs to none."""
-    modules = set()
-    for name in tensors:
-        module, _, leaf = name.rpartition("/")
-        if not module or leaf not in _LEAVES:
-            raise DamagedCheckpoint(f"an FP8 sidecar with a tensor {name!r}", where=path)
-        modules.add(module)
-    return sorted(modules)
 
 
 def _read_module(module: str, tensors: Mapping[str, Tensor], recipe: DelayedScaling, path: Path) -> Fp8State:

@@ -42,11 +42,6 @@ class Scales:
         return self.divides if self.global_scale else None
 
     @property
-    def multiplying(self) -> tuple[str, ...]:
-        """The names of the scales by which values are multiplied or divided."""
-        return tuple(name for name in (self.weight, self.global_scale, self.input) if name is not None)
-
-    @property
     def names(self) -> tuple[str, ...]:
         names = (*self.of_weight, self.input, self.input_zero_point)
         return tuple(name for name in names if name is not None)

@@ -1,6 +1,6 @@
 """Assess a checkpoint: measure its weights, and judge them and what FP8 state has recorded of other roles."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,17 +10,18 @@ from precisionctl.codes.statistics import Statistics
 from precisionctl.conversion.known_state import known_state, outdated_note, why_outdated
 from precisionctl.errors import BROKEN_WEIGHTS
 from precisionctl.model.untabled_model import UntabledModel
-from precisionctl.planning.plan import Job
+from precisionctl.planning.make_plan import plan_weights
 from precisionctl.readiness.four_bits import cost_of_four_bits
 from precisionctl.readiness.judge import Readiness, judge
-from precisionctl.readiness.weights import measure_weights, plan_gemms, stored_bytes
+from precisionctl.readiness.weights import measure_weights, stored_bytes
 from precisionctl.sizes import counted, listed
 
 
 def assess(reader: Reader, state_file: Path | None, progress: BytesProgress, workers: int = 1) -> Readiness:
     """Measure the weights of all FP8 GEMMs, and judge them with the FP8 state, which is taken from `state_file` first.
     Raises as `make_plan` and `known_state`."""
-    plan, jobs = plan_gemms(reader)
+    plan = plan_weights(reader)
+    jobs = tuple(job for job in plan.jobs if job.row.gemm)
     known = known_state(reader, plan.gemms, state_file)
     with progress(stored_bytes(reader, jobs)) as on_bytes:
         weights = measure_weights(reader, plan, jobs, known.current, workers=workers, on_bytes=on_bytes)
@@ -31,7 +32,19 @@ def assess(reader: Reader, state_file: Path | None, progress: BytesProgress, wor
     shapes = {job.module: plan.targets[job.writes[0]].shape for job in jobs}
     gemms = {module: shapes[module] for module in plan.gemms if module not in predicting}
     judged = judge(gemms, {module: statistics[module] for module in gemms}, states, outdated=outdated)
-    notes = [*_broken_notes(reader, jobs, statistics), *known.notes]
+
+    # weights with NaN or infinity, by the names that they are stored under
+    broken: list[str] = []
+    for name in dict.fromkeys(name for job in jobs if _is_broken(statistics[job.module]) for name in job.reads):
+        pieces = in_pieces(0, reader.specs[name].rows, reader.specs[name].columns, _AT_ONCE)
+        if not all(bool(read_values(reader, reader.encodings, name, *piece).isfinite().all()) for piece in pieces):
+            broken.append(name)
+
+    notes: list[str] = []
+    if broken:
+        has = "has" if len(broken) == 1 else "have"
+        notes.append(f"WARNING: {listed(broken, 3)} {has} NaN or infinity. {BROKEN_WEIGHTS}")
+    notes += known.notes
     if predicting:
         layers = counted(len(predicting), "module of layers", "modules of layers")
         notes.append(f"{layers} of multi-token prediction, which nothing here computes: they are not judged.")
@@ -39,6 +52,7 @@ def assess(reader: Reader, state_file: Path | None, progress: BytesProgress, wor
         notes.append(outdated_note(known.outdated, "nothing uses it"))
     elif known.current is None:
         notes.append("There is no FP8 state: delayed scaling has nothing to start from but the weights.")
+
     sound = {module: measured for module, measured in weights.items() if not _is_broken(statistics[module])}
     four_bits = cost_of_four_bits({module: [one.four_bits for one in measured] for module, measured in sound.items()})
     can_calibrate = not isinstance(reader.model, UntabledModel)
@@ -48,20 +62,6 @@ def assess(reader: Reader, state_file: Path | None, progress: BytesProgress, wor
 def _is_broken(measured: Sequence[Statistics]) -> bool:
     """Whether any element of a module's weights is NaN or infinite."""
     return any(one.nonfinite for one in measured)
-
-
-def _broken_notes(reader: Reader, jobs: Sequence[Job], statistics: Mapping[str, Sequence[Statistics]]) -> Iterator[str]:
-    """A note on weights with NaN or infinity, by the names that they are stored under, and on what to do."""
-    suspects = dict.fromkeys(name for job in jobs if _is_broken(statistics[job.module]) for name in job.reads)
-    names = [name for name in suspects if not _is_finite(reader, name)]
-    if names:
-        yield f"WARNING: {listed(names, 3)} {'has' if len(names) == 1 else 'have'} NaN or infinity. {BROKEN_WEIGHTS}"
-
-
-def _is_finite(reader: Reader, name: str) -> bool:
-    """Whether every element of a tensor is finite once it is decoded, read in pieces."""
-    pieces = in_pieces(0, reader.specs[name].rows, reader.specs[name].columns, _AT_ONCE)
-    return all(bool(read_values(reader, reader.encodings, name, *piece).isfinite().all()) for piece in pieces)
 
 
 _AT_ONCE = 1 << 20

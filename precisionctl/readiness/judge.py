@@ -10,7 +10,7 @@ import torch
 
 from precisionctl.codes.statistics import FP8_SCALINGS, NAMES, Loss, Scaling, Statistics
 from precisionctl.fp8.carry import is_stale
-from precisionctl.fp8.state import ATTENTION, BACKWARD, IN_USE, ROLES, DelayedScaling, Fp8States, Role, RoleState
+from precisionctl.fp8.state import ATTENTION, BACKWARD, IN_USE, ROLES, Fp8States, Role
 from precisionctl.precision import Precision
 from precisionctl.readiness.four_bits import FourBitCost
 from precisionctl.readiness.history import History, read_history
@@ -121,7 +121,7 @@ class Readiness:
     @property
     def measured(self) -> Mapping[Role, int]:
         """The number of modules with statistics, by role."""
-        return _count(health.role for health in self.roles if health.measured)
+        return dict(Counter(health.role for health in self.roles if health.measured))
 
     @property
     def passes(self) -> int | None:
@@ -156,20 +156,16 @@ def judge(
     and by what `states` recorded and measured. `outdated` says why `states` are not of these weights, if
     they are not, as `why_outdated` does."""
     others = sorted((states.modules.keys() | states.statistics.keys()) - set(gemms)) if states else []
-    roles = [
-        _judge_role(module, role, gemms.get(module, ()), weights.get(module, ()), states, outdated)
-        for module in (*gemms, *others)
-        for role in _roles_of(module, module in weights, states)
-    ]
+    roles: list[RoleHealth] = []
+    for module in (*gemms, *others):
+        state = states.modules.get(module) if states else None
+        known: set[Role] = {role for role, part in state.roles.items() if part.recorded} if state else set()
+        known |= states.statistics.get(module, {}).keys() if states else set()
+        shape, measured = gemms.get(module, ()), weights.get(module, ())
+        for role in ROLES + ATTENTION:
+            if role in known or (module in weights and role in IN_USE):
+                roles.append(_judge_role(module, role, shape, measured, states, outdated))
     return Readiness(tuple(roles), {scaling: _verdict(scaling, gemms, roles, states) for scaling in FP8_SCALINGS})
-
-
-def _roles_of(module: str, is_gemm: bool, states: Fp8States | None) -> list[Role]:
-    """The roles of a module to judge: those that a GEMM uses, and others that were recorded or measured."""
-    state = states.modules.get(module) if states else None
-    known: set[Role] = {role for role, part in state.roles.items() if part.recorded} if state else set()
-    known |= states.statistics.get(module, {}).keys() if states else set()
-    return [role for role in ROLES + ATTENTION if role in known or (is_gemm and role in IN_USE)]
 
 
 def _judge_role(
@@ -185,8 +181,16 @@ def _judge_role(
     measured_before = states.statistics.get(module, {}).get(role) if states else None
     measured = weights if role == "weight" else (measured_before,) if measured_before else ()
     measured = [one for one in measured if one.elements]
-    sizes = [*_by_size(shape)]
-    findings = [*(sizes if role == "weight" else ()), *_by_statistics(measured, role)]
+
+    # a weight that FP8 GEMMs do not take, whatever its values are
+    sized = {scaling: Precision(fp8=True, scaling=scaling).misfit(shape) for scaling in FP8_SCALINGS}
+    misfits = {scaling: words for scaling, words in sized.items() if words}
+    findings: list[RoleFinding] = []
+    if misfits and role == "weight":
+        words = f"{list(shape)}: {', '.join(dict.fromkeys(misfits.values()))}"
+        findings.append(RoleFinding("bf16", _SIZES["delayed" in misfits], tuple(misfits), words))
+
+    findings += _by_statistics(measured, role)
     history = None
     never = [] if _is_all_zero(measured) else [_NEVER]  # the amax of a tensor of zeros is never recorded
     if states and not part and role in IN_USE:
@@ -196,10 +200,12 @@ def _judge_role(
         findings += _by_history(history) if history else never
         if history and outdated:
             findings.append(RoleFinding("recalibrate", "outdated", ("delayed",), outdated))
-        elif role == "weight" and history and _any_stale(measured, part, states.recipe):
-            words = f"the recorded amax is more than {STALE.shown} off the weights' own"
-            findings.append(RoleFinding("recalibrate", "stale", ("delayed",), words))
-    if any("delayed" in finding.scalings for finding in sizes):  # nothing records a module that no FP8 GEMM takes
+        elif role == "weight" and history and len(measured) == part.scale.numel():
+            own = torch.tensor([one.amax for one in measured]).reshape(part.scale.shape)
+            if bool(is_stale(part, own, states.recipe).any()):
+                words = f"the recorded amax is more than {STALE.shown} off the weights' own"
+                findings.append(RoleFinding("recalibrate", "stale", ("delayed",), words))
+    if "delayed" in misfits:  # nothing records a module that no FP8 GEMM takes
         findings = [finding for finding in findings if finding.remedy != "recalibrate"]
     return RoleHealth(module, role, measured, history, tuple(findings))
 
@@ -211,15 +217,6 @@ _NEVER = RoleFinding("recalibrate", "never recorded", ("delayed",), "never recor
 def _is_all_zero(measured: Sequence[Statistics]) -> bool:
     """Whether something was measured, and every element of it is 0."""
     return bool(measured) and all(one.amax == 0 for one in measured)
-
-
-def _by_size(shape: Sequence[int]) -> Iterator[RoleFinding]:
-    """A finding on a weight that FP8 GEMMs do not take, whatever its values are."""
-    found = {scaling: Precision(fp8=True, scaling=scaling).misfit(shape) for scaling in FP8_SCALINGS}
-    misfits = {scaling: words for scaling, words in found.items() if words}
-    if misfits:
-        words = f"{list(shape)}: {', '.join(dict.fromkeys(misfits.values()))}"
-        yield RoleFinding("bf16", _SIZES["delayed" in misfits], tuple(misfits), words)
 
 
 def _by_statistics(measured: Sequence[Statistics], role: Role) -> Iterator[RoleFinding]:
@@ -257,14 +254,6 @@ def _by_history(history: History) -> Iterator[RoleFinding]:
         yield RoleFinding("watch", "silent", ("delayed",), f"{counted(history.silent, 'expert')} recorded nothing")
 
 
-def _any_stale(weights: Sequence[Statistics], recorded: RoleState, recipe: DelayedScaling) -> bool:
-    """Whether the recorded amax of a weight, or of any expert, differs from its own by more than STALE."""
-    own = torch.tensor([one.amax for one in weights])
-    if len(own) != recorded.scale.numel():
-        return False
-    return bool(is_stale(recorded, own.reshape(recorded.scale.shape), recipe).any())
-
-
 def _verdict(
     scaling: Scaling, gemms: Collection[str], roles: Sequence[RoleHealth], states: Fp8States | None
 ) -> Verdict:
@@ -285,7 +274,8 @@ def _verdict(
         and not (bool(health.measured) or (scaling == "delayed" and health.history is not None))
     ]
     patterns = shortened(kept, list(gemms))
-    return Verdict(scaling, len(gemms), len(broken), patterns, len(kept), len(again), len(margin), _count(unjudged))
+    unknown = dict(Counter(unjudged))
+    return Verdict(scaling, len(gemms), len(broken), patterns, len(kept), len(again), len(margin), unknown)
 
 
 def _modules_with(remedy: Remedy, scaling: Scaling, roles: Iterable[RoleHealth]) -> set[str]:
@@ -303,7 +293,3 @@ def _misfits(scaling: Scaling, roles: Iterable[RoleHealth]) -> set[str]:
         for health in roles
         if any(finding.kind in _SIZES and scaling in finding.scalings for finding in health.findings)
     }
-
-
-def _count(roles: Iterable[Role]) -> dict[Role, int]:
-    return dict(Counter(roles))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -24,7 +24,6 @@ from precisionctl.codes.numerics import BLOCK
 from precisionctl.codes.statistics import Loss, Statistics
 from precisionctl.conversion.worker import Nowhere, Worker
 from precisionctl.fp8.state import DelayedScaling, Fp8States
-from precisionctl.planning.make_plan import plan_weights
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.processes import in_processes
 from precisionctl.torch_when_used import one_torch_thread
@@ -98,13 +97,6 @@ _AT_ONCE = 1 << 20
 """About how many elements are measured in one step; at least 128 rows."""
 
 
-def plan_gemms(reader: Reader) -> tuple[Plan, tuple[Job, ...]]:
-    """The plan of these weights, and those of its jobs that write the weight of an FP8 GEMM. Raises the errors of
-    make_plan."""
-    plan = plan_weights(reader)
-    return plan, tuple(job for job in plan.jobs if job.row.gemm)
-
-
 def stored_bytes(reader: Reader, jobs: Sequence[Job]) -> int:
     """The bytes of the stored tensors of these jobs, each counted once."""
     return sum(reader.specs[name].nbytes for job in jobs for name in job.reads)
@@ -126,7 +118,15 @@ def measure_weights(
     """
     nowhere = Nowhere(plan.targets)
     first, second = _Amax(plan, reader, nowhere), _Measurer(plan, reader, nowhere)
-    scales = {job.name: scale for job, scale in zip(jobs, _scales(jobs, states), strict=True)}
+    scales: dict[str, Tensor | None] = {}
+    seen: Counter[str] = Counter()  # the jobs of a module's experts come in the order of the experts
+    for job in jobs:
+        state = states.modules.get(job.module) if states else None
+        part = state.roles.get("weight") if state else None
+        expert = seen[job.module]
+        recorded = part is not None and bool(part.recorded_each.reshape(-1)[expert])
+        scales[job.name] = part.scale.reshape(-1)[expert] if part is not None and recorded else None
+        seen[job.module] += 1
     results = in_processes(
         lambda job: second.measure(job, first.amax(job), scales[job.name]),
         jobs,
@@ -142,18 +142,3 @@ def measure_weights(
     for job in jobs:
         by_module.setdefault(job.module, []).append(found[job.name])
     return by_module
-
-
-def _scales(jobs: Sequence[Job], states: Fp8States | None) -> Iterator[Tensor | None]:
-    """The recorded scale, FP32 `[]`, of each job's weight; None if none was recorded. The jobs of a module's experts
-    come in the order of the experts."""
-    seen: Counter[str] = Counter()
-    for job in jobs:
-        state = states.modules.get(job.module) if states else None
-        part = state.roles.get("weight") if state else None
-        expert = seen[job.module]
-        if part is None or not part.recorded_each.reshape(-1)[expert]:
-            yield None
-        else:
-            yield part.scale.reshape(-1)[expert]
-        seen[job.module] += 1

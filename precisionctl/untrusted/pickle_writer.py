@@ -110,14 +110,6 @@ def _add(value: Any, to: _Pickled) -> None:
     add(value, to)
 
 
-def _none(value: None, to: _Pickled) -> None:
-    to += pickle.NONE
-
-
-def _bool(value: bool, to: _Pickled) -> None:
-    to += pickle.NEWTRUE if value else pickle.NEWFALSE
-
-
 def _int(value: int, to: _Pickled) -> None:
     if 0 <= value < 256:
         to += pickle.BININT1 + bytes([value])
@@ -130,25 +122,9 @@ def _int(value: int, to: _Pickled) -> None:
     to += number
 
 
-def _float(value: float, to: _Pickled) -> None:
-    to += pickle.BINFLOAT + struct.pack(">d", value)
-
-
-def _str(value: str, to: _Pickled) -> None:
-    to += _text(value)
-
-
 def _text(value: str) -> bytes:
     text = value.encode(errors="surrogatepass")  # as pickle itself does
     return pickle.BINUNICODE + _length(text) + text
-
-
-def _bytes(value: bytes, to: _Pickled) -> None:
-    to += pickle.BINBYTES + _length(value) + value
-
-
-def _global(value: Global, to: _Pickled) -> None:
-    to.add_name(value)
 
 
 @functools.cache
@@ -216,13 +192,13 @@ def _set_items(value: Mapping[object, object] | LazyDict, to: _Pickled) -> None:
 
 
 _ADD: Mapping[type, Callable[[Any, _Pickled], None]] = {
-    type(None): _none,
-    bool: _bool,
+    type(None): lambda value, to: to.extend(pickle.NONE),
+    bool: lambda value, to: to.extend(pickle.NEWTRUE if value else pickle.NEWFALSE),
     int: _int,
-    float: _float,
-    str: _str,
-    bytes: _bytes,
-    Global: _global,
+    float: lambda value, to: to.extend(pickle.BINFLOAT + struct.pack(">d", value)),
+    str: lambda value, to: to.extend(_text(value)),
+    bytes: lambda value, to: to.extend(pickle.BINBYTES + _length(value) + value),
+    Global: lambda value, to: to.add_name(value),
     PickledObject: _object,
     PersistentId: _persistent,
     tuple: _tuple,

@@ -18,24 +18,17 @@ def parse_json(data: bytes, where: object) -> dict[str, Any]:
         raise DamagedCheckpoint(f"JSON of more than {_MOST_PARTS:,} parts", where=where, do="Is the copy whole?")
     try:
         parsed = json.loads(data, object_pairs_hook=_once)
-        if isinstance(parsed, dict):
-            _check_depth(parsed)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"not readable as JSON: {error}", where=where) from error
     if not isinstance(parsed, dict):
         raise DamagedCheckpoint("not a JSON object", where=where)
-    return parsed
-
-
-def _check_depth(value: Any) -> None:
-    """Raise ValueError for values nested so deeply that recursion over them would fail."""
-    level = [value]
-    for _ in range(_DEEPEST):
+    level: list[Any] = [parsed]
+    for _ in range(_DEEPEST):  # or recursion over the values would fail
         inside = (each.values() if isinstance(each, dict) else each for each in level)
         level = [part for parts in inside for part in parts if isinstance(part, dict | list)]
         if not level:
-            return
-    raise ValueError(f"values that are nested more than {_DEEPEST} deep")
+            return parsed
+    raise DamagedCheckpoint(f"not readable as JSON: values that are nested more than {_DEEPEST} deep", where=where)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -29,13 +29,14 @@ from precisionctl.fp8 import sidecar
 from precisionctl.fp8.carry import carry_state
 from precisionctl.fp8.delayed_scaling import after_one_update
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, RoleState
+from precisionctl.planning.make_plan import plan_weights
 from precisionctl.precision import Precision
 from precisionctl.readiness import thresholds
 from precisionctl.readiness.assess import assess
 from precisionctl.readiness.history import headroom, read_history
 from precisionctl.readiness.judge import judge
 from precisionctl.readiness.patterns import shortened, split_name
-from precisionctl.readiness.weights import measure_weights, plan_gemms, stored_bytes
+from precisionctl.readiness.weights import measure_weights, stored_bytes
 from precisionctl.reports import readiness as report
 from precisionctl.trainer.model.gpt import GPT
 
@@ -44,7 +45,8 @@ DOCUMENT = repository.DOCS / "switching.md"
 
 def measured(path, states=None, workers=1):
     reader = open_checkpoint(path)
-    plan, jobs = plan_gemms(reader)
+    plan = plan_weights(reader)
+    jobs = tuple(job for job in plan.jobs if job.row.gemm)
     seen = []
     found = measure_weights(reader, plan, jobs, states, workers=workers, on_bytes=seen.append)
     assert sum(seen) == stored_bytes(reader, jobs)

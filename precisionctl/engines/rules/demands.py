@@ -55,11 +55,12 @@ FP32; above LARGEST, every code but zero decodes to a number beyond FP16 (the sm
 def scales_of_no_use(directory: QuantizedDirectory) -> Breaches:
     """Scales of weights, inputs and caches that are not between SMALLEST and LARGEST: the first of each tensor. MXFP8's
     exponents have no lower limit, since GEMMs add them."""
-    named: dict[str, bool] = {}
+    divides_by: dict[str, bool] = {}
     for scales in directory.scales.values():
-        named |= {name: scales.divides and name != scales.weight for name in scales.multiplying}
-    caches = cache_scales(directory.quantization, directory.specs)
-    for name, divides in (named | dict.fromkeys(caches, False)).items():
+        divides_by[scales.weight] = False
+        divides_by |= {name: scales.divides for name in (scales.global_scale, scales.input) if name}
+    divides_by |= dict.fromkeys(cache_scales(directory.quantization, directory.specs), False)
+    for name, divides in divides_by.items():
         stored = directory.read(name)
         stored = stored.reciprocal() if divides else stored
         exponents = stored.dtype in (torch.uint8, torch.float8_e8m0fnu)

@@ -41,17 +41,21 @@ def types_in_mixture(mixture: Mixture, metadata: Metadata, shapes: Mapping[str, 
     tensors' `shapes` in a file with such `metadata`."""
     model, usual = _Model.of(metadata), mixture.upper()[:4]
     found = dict[str, str]()
-    values = [name for name in shapes if _category(name) == "values"]
+    categories = {
+        name: next((category for category, names in _CATEGORIES.items() if names.fullmatch(name)), None)
+        for name in shapes
+    }
+    values = list(categories.values()).count("values")
     tied, value, down = "output.weight" not in shapes, 0, 0
     for name in sorted(shapes, key=layer_and_name):
         is_vector = all(size == 1 for size in shapes[name][:-1])
         if is_vector or not name.endswith("weight") or _KEPT.search(name):
             continue
-        category, columns, type_ = _category(name), shapes[name][-1], usual
+        category, columns, type_ = categories[name], shapes[name][-1], usual
         if category == "output" or category == "embedding" and tied:
             type_ = "Q8_0" if model.is_falcon or columns % named(usual).values else "Q6_K"
         elif category == "values":
-            type_ = model.of_values(mixture, usual, value, len(values))
+            type_ = model.of_values(mixture, usual, value, values)
             value += 1
         elif category == "keys" and model.experts == 8:
             type_ = "Q8_0"
@@ -64,10 +68,6 @@ def types_in_mixture(mixture: Mixture, metadata: Metadata, shapes: Mapping[str, 
             type_ = IN_FEWER_VALUES.get(type_, type_)
         found[name] = "F16" if columns % named(type_).values else type_
     return found
-
-
-def _category(name: str) -> str | None:
-    return next((category for category, names in _CATEGORIES.items() if names.fullmatch(name)), None)
 
 
 @dataclass(frozen=True)
