@@ -129,22 +129,20 @@ def _prefixes(name: str) -> Iterator[str]:
 
 
 def _through(table: list[Any], module: str) -> list[str]:
-    """The modules whose weight a module's weight becomes; or a tensor of this very name, as Inkling 2's
-    `sconv.weight_proj`."""
-    return _weights(table, module) or _weights(table, f"{module}.weight")
-
-
-def _weights(table: list[Any], name: str) -> list[str]:
-    """The modules whose weight a tensor becomes: renamed by all that rename, then by the first that converts."""
-    names = [name]
-    for transform in table:
-        name, matched = transform.rename_source_key(name)
-        if matched is not None:
-            first, *more = transform.target_patterns
-            names = [name, *(name.replace(first, target, 1) for target in more)]
-            if _converts(transform):
-                break
-    return [each.removesuffix(".weight") for each in names if each.endswith(".weight")]
+    """The modules whose weight a tensor of this very name becomes, as Inkling 2's `sconv.weight_proj`, or else a
+    module's weight: renamed by all that rename, then by the first that converts."""
+    for stored in (module, f"{module}.weight"):
+        name, names = stored, [stored]
+        for transform in table:
+            name, matched = transform.rename_source_key(name)
+            if matched is not None:
+                first, *more = transform.target_patterns
+                names = [name, *(name.replace(first, target, 1) for target in more)]
+                if _converts(transform):
+                    break
+        if weights := [each.removesuffix(".weight") for each in names if each.endswith(".weight")]:
+            return weights
+    return []
 
 
 def _converts(transform: Any) -> bool:

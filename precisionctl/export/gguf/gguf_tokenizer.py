@@ -72,13 +72,7 @@ def tokenizer_metadata(
     vocab, added = model.get("vocab"), tokenizer.get("added_tokens", [])
     if not isinstance(vocab, dict) or not isinstance(added, list) or not all(isinstance(each, dict) for each in added):
         raise DamagedCheckpoint("`vocab` and `added_tokens` do not say its tokens", where="tokenizer.json")
-    tokens = _tokens(vocab, added, vocab_size)
-    types = _types(tokens, added, said)
-    # in the text of user-defined tokens, spaces are spaces
-    tokens = [
-        token.replace(_SPACE, " ") if kind == _USER_DEFINED else token
-        for token, kind in zip(tokens, types, strict=True)
-    ]
+    tokens, types = _tokens_and_types(vocab, added, said, vocab_size)
     notes = text_notes(tokenizer)
     merges = _merges(model.get("merges"))
     if model.get("byte_fallback"):
@@ -125,7 +119,19 @@ def _sentencepiece(
     ]
     found: dict[str, GgufValue] = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default"}
     found["tokenizer.ggml.tokens"] = tokens
-    found["tokenizer.ggml.scores"] = np.array(_scores(tokens, types, merges, _ADDED if listed else 0.0), np.float32)
+
+    # Of two pairs SentencePiece merges that of the larger score first. A token that is merged has minus the number of
+    # those merged before it, as in the models that SentencePiece trains; others, of single characters, follow by ids.
+    special = _ADDED if listed else 0.0
+    by_type = {_UNKNOWN: special, _CONTROL: special, _USER_DEFINED: _ADDED, _UNUSED: -10000.0, _BYTE: 0.0}
+    order = {token: -float(rank) for rank, token in enumerate(dict.fromkeys(left + right for left, right in merges))}
+    scores, last = [], -float(len(order))
+    for token, kind in zip(tokens, types, strict=True):
+        if kind == _NORMAL and token not in order:
+            order[token], last = last, last - 1
+        scores.append(by_type.get(kind, order.get(token, 0.0)))
+    found["tokenizer.ggml.scores"] = np.array(scores, np.float32)
+
     found["tokenizer.ggml.token_type"] = np.array(types, np.int32)
     starts_with_space = space_before_text(tokenizer)
     if isinstance(said.get("add_prefix_space"), bool):
@@ -156,9 +162,11 @@ def _gemma4(tokenizer: Mapping[str, Any], tokens: list[str], types: Sequence[int
     }
 
 
-def _tokens(vocab: Mapping[str, Any], added: Sequence[Mapping[str, Any]], size: int) -> list[str]:
-    """The text of each token by its id. Raises DamagedCheckpoint for ids that the model's embedding does not have, and
-    for two tokens of one id."""
+def _tokens_and_types(
+    vocab: Mapping[str, Any], added: Sequence[Mapping[str, Any]], said: Mapping[str, Any], size: int
+) -> tuple[list[str], list[int]]:
+    """The text of each token by its id, and its type. Raises DamagedCheckpoint for ids that the model's embedding does
+    not have, and for two tokens of one id."""
     by_id: dict[int, str] = {}
     for text, number in (*vocab.items(), *((each.get("content"), each.get("id")) for each in added)):
         if not isinstance(text, str) or type(number) is not int or not 0 <= number < size:
@@ -167,18 +175,21 @@ def _tokens(vocab: Mapping[str, Any], added: Sequence[Mapping[str, Any]], size: 
         if by_id.setdefault(number, text) != text:
             what = f"the id {number} has two tokens, {shown(by_id[number])} and {shown(text)}"
             raise DamagedCheckpoint(what, where="tokenizer.json")
-    return [by_id.get(number, f"[PAD{number}]") for number in range(size)]
+    tokens = [by_id.get(number, f"[PAD{number}]") for number in range(size)]
 
-
-def _types(tokens: Sequence[str], added: Sequence[Mapping[str, Any]], said: Mapping[str, Any]) -> list[int]:
-    """The type of each token."""
-    special = {token_text(token) for key, token in said.items() if key.endswith("_token")}
     types = [_UNUSED if token == f"[PAD{number}]" else _NORMAL for number, token in enumerate(tokens)]
+    special = {token_text(token) for key, token in said.items() if key.endswith("_token")}
     for each in added:
         text = each["content"]
         control = each.get("special") or text in special or _CONTROL_NAMES.fullmatch(text)
         types[each["id"]] = _CONTROL if control else _USER_DEFINED
-    return types
+
+    # in the text of user-defined tokens, spaces are spaces
+    texts = [
+        token.replace(_SPACE, " ") if kind == _USER_DEFINED else token
+        for token, kind in zip(tokens, types, strict=True)
+    ]
+    return texts, types
 
 
 def _merges(said: object) -> list[tuple[str, str]]:
@@ -192,22 +203,6 @@ def _merges(said: object) -> list[tuple[str, str]]:
             case _:
                 raise DamagedCheckpoint(f"a merge is {shown(merge)}", where="tokenizer.json")
     return pairs
-
-
-def _scores(
-    tokens: Sequence[str], types: Sequence[int], merges: Sequence[tuple[str, str]], special: float
-) -> list[float]:
-    """The scores by which SentencePiece merges: of two pairs that of the larger score first. A token that is merged has
-    minus the number of those merged before it, as in the models that SentencePiece trains; others, of single
-    characters, follow by their ids."""
-    order = {token: -float(rank) for rank, token in enumerate(dict.fromkeys(left + right for left, right in merges))}
-    by_type = {_UNKNOWN: special, _CONTROL: special, _USER_DEFINED: _ADDED, _UNUSED: -10000.0, _BYTE: 0.0}
-    scores, last = [], -float(len(order))
-    for token, kind in zip(tokens, types, strict=True):
-        if kind == _NORMAL and token not in order:
-            order[token], last = last, last - 1
-        scores.append(by_type.get(kind, order.get(token, 0.0)))
-    return scores
 
 
 def _templates(files: Mapping[str, bytes], said: Mapping[str, Any]) -> Iterator[tuple[str, GgufValue]]:
