@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from precisionctl.codes.elements import FP8, Element, Packing, element_of
+from precisionctl.codes.elements import FP8, Element, Packing
 from precisionctl.dtypes import DType
 
 Layout = Literal["hf", "megatron"]
@@ -215,7 +215,7 @@ class TensorSpec:
     @property
     def element(self) -> Element:
         """Of codes: the numbers that they are."""
-        return self.packing.element if self.packing else element_of(self.dtype)
+        return self.packing.element if self.packing else FP8[self.dtype]
 
     @property
     def codes_name(self) -> str:

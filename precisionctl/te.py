@@ -110,29 +110,25 @@ def _replacements(
             continue
         for read in job.reads:
             name = called.get(read, read).removesuffix(".weight")
-            if values := _of_linear(modules.get(name)):
-                # linears of a fused group all get its state, as they have the same input, and weights with one scale
-                rows, columns = values["weight"].shape
-                linear = backend.linear(job.module, columns, rows, "bias" in values)
-                _set_state(linear, states, job.module)
-                linear.load_state_dict(values)
-                found[name] = _Padded(linear, alignment, backend.dtype)
-            else:
+            old = modules.get(name)
+            if not isinstance(old, nn.Linear | Conv1D):
                 lost[job.module] = None
+                continue
+            values: dict[str, Tensor] = old.state_dict()
+            if isinstance(old, Conv1D):  # GPT-2 stores `[in, out]`
+                values |= {"weight": values["weight"].t()}
+            rows, columns = values["weight"].shape
+            linear = backend.linear(job.module, columns, rows, "bias" in values)
+            # linears of a fused group all get its state, as they have the same input, and weights with one scale
+            _set_state(linear, states, job.module)
+            linear.load_state_dict(values)
+            found[name] = _Padded(linear, alignment, backend.dtype)
     if lost:
         raise PrecisionError(
             f"transformers has no linear of its own for the FP8 state of {listed(lost, 3)}",
             do="Export it with these modules in BF16: name them in keep_bf16 of a --recipe.",
         )
     return found
-
-
-def _of_linear(module: nn.Module | None) -> dict[str, Tensor]:
-    """A linear's parameters, with the weight `[out, in]` (GPT-2 stores it transposed); empty for other modules."""
-    if not isinstance(module, nn.Linear | Conv1D):
-        return {}
-    values: dict[str, Tensor] = module.state_dict()
-    return values | {"weight": values["weight"].t()} if isinstance(module, Conv1D) else values
 
 
 def _experts(old: nn.Module, module: str, plan: Plan, states: Fp8States, backend: Backend) -> nn.Module:

@@ -68,11 +68,6 @@ FP8: Mapping[DType, Element] = {each.dtype: each for each in (E4M3, E5M2, E4M3_F
 """The elements of FP8, by the dtype of their codes. FNUZ are AMD's, of another bias and without negative zero."""
 
 
-def element_of(dtype: DType) -> Element:
-    """The element whose codes are stored in a dtype of eight bits."""
-    return FP8[dtype]
-
-
 @dataclass(frozen=True)
 class Packing:
     """How a file stores the codes of a weight `[rows, columns]`, in a format called `name`: in a tensor with

@@ -157,6 +157,7 @@ class Engine:
         specs = {name: spec for name, spec in specs.items() if name not in words} | {
             name: weight.spec for name, weight in coded.items()
         }
+
         always = self.without_class(config)
         text = _of_text(config)
         for missing, rule in self.keys.items():
@@ -166,6 +167,7 @@ class Engine:
         always += self.division.check_spread(specs, served)
         if method is None or not (coded or method.name in self.methods):
             return always  # values, perhaps beside a KV cache in FP8 by a method that there are no rules for
+
         quantization = method.read(config["quantization_config"])
         scheme = quantization.narrowed({name: weight.scales for name, weight in coded.items()}, specs).scheme
         kinds = _kinds(method, quantization, scheme, coded)
@@ -178,6 +180,7 @@ class Engine:
             what = next(forms, _in_words(unread))
             rule = self._loads(method.name, known) if rules else self.config_rule
             return [Finding("config.json", f"{method.name} with {what}", rule)]
+
         directory = QuantizedDirectory(
             config, method.name, scheme, method.spelling, specs, coded, kinds, read, served, hf_quant_config
         )

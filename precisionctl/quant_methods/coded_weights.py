@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from precisionctl.codes import zero_points
-from precisionctl.codes.elements import E4M3, FP8, element_of
+from precisionctl.codes.elements import E4M3, FP8
 from precisionctl.codes.encoding import Encoding, GlobalScale, grid_shape
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
@@ -144,7 +144,7 @@ def _coded(
     where: object,
 ) -> CodedWeight:
     """The weight with the format that its tensors have. If its scales fit several formats, the one whose other tensors
-    are there. Raises DamagedCheckpoint if no format fits."""
+    are there. A part of a table of n-grams has the table's scale. Raises DamagedCheckpoint if no format fits."""
     if (table := ngram_table(weight)) and (of_table := f"{table}.weight_scale") in specs:
         spec = specs[codes]
         if spec.packing is not None or not _fits(specs[of_table], _TABLE, spec):
@@ -152,6 +152,7 @@ def _coded(
             what = f"{of_table} has shape {list(stored.shape)} ({stored.stored_dtype}), not one scale of FP8 codes"
             raise DamagedCheckpoint(what, where=where)
         return CodedWeight(codes, spec, _TABLE, Scales(of_table, None, sized(TENSOR, spec)))
+
     scale, spec = _present(weight, method.weight_scales, specs, where), specs[codes]
     suffix = codes.removeprefix(weight)
     possible = [(form, found) for form in quantization.formats if (found := _as_weight(spec, suffix, form))]
@@ -221,7 +222,11 @@ def _fits(scale: TensorSpec, form: CodeFormat, weight: TensorSpec) -> bool:
         return False
     numbers = scale.dtype.is_floating_point or scale.dtype == DType.uint8  # the latter are exponents (`encoding`)
     known = scale.dtype in form.scales if form.scales else numbers
-    return known and _as_grid(scale.shape) == grid
+    # tools store `[]`, `[1]` and `[1, 1]`; `[rows]` and `[rows, 1]`; ModelOpt `[rows / 128, 1, columns / 128, 1]`
+    stored = scale.shape if len(scale.shape) > 1 else (*scale.shape, 1, 1)[:2]
+    if len(stored) == 4 and stored[1] == stored[3] == 1:
+        stored = stored[0], stored[2]
+    return known and stored == grid
 
 
 def _as_weight(stored: TensorSpec, suffix: str, form: CodeFormat) -> TensorSpec | None:
@@ -268,14 +273,6 @@ def _present(weight: str, kinds: Sequence[str], specs: Mapping[str, TensorSpec],
     raise DamagedCheckpoint(f"no {' or '.join(names)} for its codes", where=where, do="Is every shard there?")
 
 
-def _as_grid(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A grid's shape from those that tools store it in: `[]`, `[1]` and `[1, 1]`; `[rows]` and `[rows, 1]`; ModelOpt's
-    `[rows / 128, 1, columns / 128, 1]`."""
-    if len(shape) == 4 and shape[1] == shape[3] == 1:
-        return shape[0], shape[2]
-    return shape if len(shape) > 1 else (*shape, 1, 1)[:2]
-
-
 def encoding(scale: Tensor, scales: Scales, weight: TensorSpec, where: object = "") -> Encoding:
     """The Encoding of a weight from its stored scales, of any dtype and method. It lacks a global scale and zero
     points, which `complete_encoding` also reads.
@@ -288,8 +285,7 @@ def encoding(scale: Tensor, scales: Scales, weight: TensorSpec, where: object = 
     values = grid.float()
     if not bool((values.isfinite() & (values >= 0)).all()):
         raise DamagedCheckpoint(f"{scales.weight} holds a scale that is negative, infinite or NaN", where=where)
-    element = weight.packing.element if weight.packing else element_of(weight.dtype)
-    return Encoding(element, grid, scales.block)
+    return Encoding(weight.element, grid, scales.block)
 
 
 def complete_encoding(

@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 
 from precisionctl.codes import nibbles, numerics
 from precisionctl.codes.blocks import BlockScales, share
-from precisionctl.codes.elements import E4M3, INT4, INT8, Element, element_of
+from precisionctl.codes.elements import E4M3, FP8, INT4, INT8, Element
 from precisionctl.codes.encoding import Encoding, by_rows, from_rows, grid_shape
 from precisionctl.dtypes import DType
 
@@ -63,7 +63,7 @@ def test_a_carried_grid_gives_the_same_codes_and_is_kept(
     values = carried.decode_rows(codes, 0).bfloat16()
     expected = fp8_directories.decoded(codes, grid.numpy(), block)
     assert torch.equal(values, torch.from_numpy(expected).bfloat16())
-    fit = BlockScales(rows, columns, block, element_of(DType.of(codes.dtype)), carried)
+    fit = BlockScales(rows, columns, block, FP8[DType.of(codes.dtype)], carried)
     for row in range(0, rows, 7):
         fit.see(values[row : row + 7], row)
     kept = fit.settle(torch.float32, "FP32")
@@ -83,7 +83,7 @@ def test_a_block_that_has_changed_and_no_other_gets_a_new_scale(sample: Sample, 
     row, column = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
     place = (row // block[0], column // block[1])
     values[row, column] = grid[place] * 1000  # beyond the largest code
-    fit = BlockScales(rows, columns, block, element_of(DType.of(codes.dtype)), carried)
+    fit = BlockScales(rows, columns, block, FP8[DType.of(codes.dtype)], carried)
     fit.see(values, 0)
     expected = torch.ones_like(fit.fits)
     expected[place] = False
