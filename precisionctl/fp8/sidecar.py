@@ -117,6 +117,7 @@ def read(path: Path) -> Fp8States:
     except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
         do = "Give a file that `precisionctl calibrate` or a recorder wrote, and copy it again if it is one."
         raise DamagedCheckpoint(f"the FP8 sidecar cannot be read: {error}", where=path, do=do) from error
+
     fields = _fields(metadata.get(_KEY, ""), path)
     raw = {name.removesuffix("/raw"): tensors.pop(name) for name in list(tensors) if name.endswith("/raw")}
     for module, data in raw.items():
@@ -129,6 +130,7 @@ def read(path: Path) -> Fp8States:
         recipe = DelayedScaling(**fields["recipe"])
     except (KeyError, TypeError, RecipeError) as error:
         raise DamagedCheckpoint(f"the FP8 sidecar's recipe makes no sense: {error}", where=path) from error
+
     names = set()
     for name in tensors:
         module, _, leaf = name.rpartition("/")
