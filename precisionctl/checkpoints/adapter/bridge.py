@@ -7,8 +7,7 @@ for each of query, key, value, gate and up, with the rows of that part alone. `r
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,25 +54,23 @@ def has_adapters(tensors: Collection[str]) -> bool:
 def with_base(saved: MegatronReader, hints: Hints) -> AdapterReader:
     """Adapters and the base that the user names, as a Reader of the merged model. Raises as AdapterReader, and
     UnknownFormat without a base."""
-    base = open_base(saved.path, hints, "Megatron-Bridge")
-    with at(saved.path):
-        config = _read_config(saved.path)
-        factors = _Factors(saved, base, config.rank)
-        return AdapterReader(saved.path, base, config, factors, (*saved.files, saved.path / BRIDGE))
-
-
-def _read_config(directory: Path) -> LoraConfig:
-    config = bridge_section(directory, "peft")
-    kind = str(config.get("_target_")).rpartition(".")[2]
-    if kind not in _KINDS:
-        raise MappingError(f"an adapter of Megatron-Bridge's {shown(kind)}; read are {', '.join(_KINDS)}", do=_EXPORT)
-    if unknown := [key for key, value in config.items() if value and key not in _KNOWN]:
-        raise MappingError(f"settings of the adapter that are not read: {', '.join(map(shown, unknown))}", do=_EXPORT)
-    rank: Any = config.get("dim")
-    alpha: Any = config.get("alpha")
-    if type(rank) is not int or type(alpha) not in (int, float) or not (rank > 0 and abs(alpha) < LARGEST_ALPHA):
-        raise DamagedCheckpoint(f"dim is {shown(rank)} and alpha {shown(alpha)}", where=directory / BRIDGE)
-    return LoraConfig(rank, alpha)
+    path = saved.path
+    base = open_base(path, hints, "Megatron-Bridge")
+    with at(path):
+        said = bridge_section(path, "peft")
+        kind = str(said.get("_target_")).rpartition(".")[2]
+        if kind not in _KINDS:
+            what = f"an adapter of Megatron-Bridge's {shown(kind)}; read are {', '.join(_KINDS)}"
+            raise MappingError(what, do=_EXPORT)
+        if unknown := [key for key, value in said.items() if value and key not in _KNOWN]:
+            what = f"settings of the adapter that are not read: {', '.join(map(shown, unknown))}"
+            raise MappingError(what, do=_EXPORT)
+        rank: Any = said.get("dim")
+        alpha: Any = said.get("alpha")
+        if type(rank) is not int or type(alpha) not in (int, float) or not (rank > 0 and abs(alpha) < LARGEST_ALPHA):
+            raise DamagedCheckpoint(f"dim is {shown(rank)} and alpha {shown(alpha)}", where=path / BRIDGE)
+        factors = _Factors(saved, base, rank)
+        return AdapterReader(path, base, LoraConfig(rank, alpha), factors, (*saved.files, path / BRIDGE))
 
 
 class _Factors:
@@ -84,16 +81,29 @@ class _Factors:
         self._saved, self._rank = saved, rank
         self._chunks: dict[str, Sequence[Chunk]] = {}
         self.specs: dict[str, TensorSpec] = {}
-        linears = _linears(base)
+        # the row of each of Megatron's linears, and its place, by the linear's name
+        linears = {
+            names(row, "megatron", place)[0].removesuffix(".weight"): (row, place)
+            for row in table_of(base.model).spelled(base.specs, base.model)
+            if row.megatron.endswith(".weight") and len(row.shape(base.model)) == 2
+            for place in row.places(base.model)
+        }
         for name in saved.specs:
             match = _FACTOR.fullmatch(name)
-            if match is None or match[1] not in linears:
-                raise _unknown(name, match[1] if match else None)
+            linear = match and linears.get(match[1])
+            if linear is None and ".mlp.experts." in name:
+                what = f"`{name}` is of experts, whose adapters each version of Megatron-Bridge stores in another way"
+                raise MappingError(what, do=_EXPORT)
+            if match is None:
+                raise MappingError(f"`{name}` is no factor of LoRA", do=_EXPORT)
+            if linear is None:
+                what = f"`{match[1]}` is changed by the adapter, and the base has no such linear"
+                raise MappingError(what, do="Is it its base?")
             a, b = (f"{name.removesuffix(f'linear_{match[3]}.weight')}linear_{end}.weight" for end in ("in", "out"))
             if a not in saved.specs or b not in saved.specs:
                 raise DamagedCheckpoint(f"`{name}` is there without the other factor", do="Is the copy whole?")
             if match[3] == "out":
-                self._add(a, b, match[2], *linears[match[1]], base)
+                self._add(a, b, match[2], *linear, base)
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         return self._chunks[name]
@@ -131,24 +141,3 @@ class _Factors:
             picked = TensorSpec((len(order), self._rank), stored[b].dtype)
             self.specs[f"{module}.lora_B.weight"] = picked
             self._chunks[f"{module}.lora_B.weight"] = [Chunk(whole(picked), PickedRows(self._saved, b, order))]
-
-
-def _linears(base: Reader) -> Mapping[str, tuple[Row, Place]]:
-    """The row of each of Megatron's linears, and its place, by the linear's name."""
-    rows = table_of(base.model).spelled(base.specs, base.model)
-    return {
-        names(row, "megatron", place)[0].removesuffix(".weight"): (row, place)
-        for row in rows
-        if row.megatron.endswith(".weight") and len(row.shape(base.model)) == 2
-        for place in row.places(base.model)
-    }
-
-
-def _unknown(name: str, module: str | None) -> MappingError:
-    """The error for a tensor that is no factor of one of the base's linears."""
-    if ".mlp.experts." in name:
-        what = f"`{name}` is of experts, whose adapters each version of Megatron-Bridge stores in another way"
-        return MappingError(what, do=_EXPORT)
-    if module is None:
-        return MappingError(f"`{name}` is no factor of LoRA", do=_EXPORT)
-    return MappingError(f"`{module}` is changed by the adapter, and the base has no such linear", do="Is it its base?")

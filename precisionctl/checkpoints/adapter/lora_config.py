@@ -66,14 +66,16 @@ class AdaptedModules:
             return self.targets.first(module) is not None
         if self.targets is None or module in self.targets:
             return True
-        return not ends.isdisjoint(self.targets) and (self.layers is None or self._layer(module) in self.layers)
-
-    def _layer(self, module: str) -> int | None:
-        found = (each.search(module) for each in self._numbers)
-        return next((int(each[1]) for each in found if each), None)
+        if ends.isdisjoint(self.targets):
+            return False
+        if self.layers is None:
+            return True
+        found = (each.search(module) for each in self._layer_numbers)
+        return next((int(each[1]) in self.layers for each in found if each), False)
 
     @cached_property
-    def _numbers(self) -> list[re.Pattern[str]]:
+    def _layer_numbers(self) -> list[re.Pattern[str]]:
+        """Expressions of which the first that is found in a module's name has its layer's number."""
         lists = [rf"(?:^|\.){re.escape(name)}" for name in self.layer_lists] or [r"\.[^.]*"]
         return [re.compile(rf"{name}\.(\d{{1,9}})\.") for name in lists]  # numbers below _MOST_LAYERS
 
@@ -147,9 +149,12 @@ def read_lora_config(directory: Path) -> LoraConfig:
     if type(parameters) is not list or not all(type(one) is str for one in parameters):
         raise DamagedCheckpoint(f"target_parameters is {shown(parameters)}, not a list of names", where=path)
     modules = _read_modules(config, path)
-    rslora, dora, transposed, tied = (
-        _switch(config, key, path) for key in ("use_rslora", "use_dora", "fan_in_fan_out", "ensure_weight_tying")
-    )
+    switches: dict[str, bool] = {}
+    for key in ("use_rslora", "use_dora", "fan_in_fan_out", "ensure_weight_tying"):
+        value = config.get(key, False)
+        if value not in (None, True, False):
+            raise DamagedCheckpoint(f"{key} is {shown(value)}, neither true nor false", where=path)
+        switches[key] = bool(value)
     with at(path):
         alpha_patterns = Expressions(list(alphas), "alpha_pattern", ends=True)  # last: damage is told before this
     return LoraConfig(
@@ -158,13 +163,13 @@ def read_lora_config(directory: Path) -> LoraConfig:
         own_ranks=frozenset(ranks.values()),
         alpha_patterns=alpha_patterns,
         own_alphas=list(alphas.values()),
-        rslora=rslora,
-        dora=dora,
-        transposed=transposed,
+        rslora=switches["use_rslora"],
+        dora=switches["use_dora"],
+        transposed=switches["fan_in_fan_out"],
         parameters=frozenset(parameters),
         modules=modules,
         base=name if isinstance(name := config.get("base_model_name_or_path"), str) else None,
-        ensure_weight_tying=tied,
+        ensure_weight_tying=switches["ensure_weight_tying"],
     )
 
 
@@ -222,10 +227,3 @@ _MOST_NAMES = 1000
 """Names of modules to save, and of lists of layers: each is looked for within the names of all adapted modules."""
 _BY_PEFT = "Merge it with peft: `model.merge_and_unload().save_pretrained(OUT)`, and give OUT."
 LARGEST_ALPHA = 1e9
-
-
-def _switch(config: Mapping[str, Any], key: str, path: Path) -> bool:
-    value = config.get(key, False)
-    if value not in (None, True, False):
-        raise DamagedCheckpoint(f"{key} is {shown(value)}, neither true nor false", where=path)
-    return bool(value)

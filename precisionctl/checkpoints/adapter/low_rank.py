@@ -47,7 +47,7 @@ class Factors:
     layer one after the other."""
 
     def __init__(self, adapter: Chunked) -> None:
-        self._adapter = adapter
+        self.adapter = adapter
         self._last: tuple[LowRank, Tensor, Tensor] | None = None
         self._stored: dict[str, Tensor] = {}
 
@@ -56,16 +56,13 @@ class Factors:
         if self._last is not None and self._last[0] == change:
             return self._last[1:]
         if self._stored.keys() != {change.a, change.b}:
-            self._stored = {name: read_tensor(self._adapter, name).float() for name in (change.a, change.b)}
+            self._stored = {name: read_tensor(self.adapter, name).float() for name in (change.a, change.b)}
         a, b = self._stored[change.a], self._stored[change.b]
         number, count = change.expert
         a, b = a.view(count, -1, a.shape[1])[number], b.view(b.shape[0], -1, count)[:, :, number]
         left, right = (a.t(), b.t()) if change.transposed else (b, a)
         self._last = change, left[change.first :].contiguous(), right.contiguous()
         return self._last[1:]
-
-    def magnitude(self, name: str) -> Tensor:
-        return read_tensor(self._adapter, name).float()
 
 
 @dataclass(frozen=True)
@@ -100,7 +97,7 @@ class Merged:
             left, right = self.factors.of(self.change)
             values = values + left[row : row + rows] @ right * self.change.scale
             if self.change.magnitude is not None:
-                lengths = self.factors.magnitude(self.change.magnitude)[row : row + rows]
+                lengths = read_tensor(self.factors.adapter, self.change.magnitude)[row : row + rows].float()
                 values = (lengths / torch.linalg.norm(values, dim=1)).unsqueeze(1) * values
         rounded = values.to(self.spec.dtype.torch)
         if not numerics.are_finite(rounded):

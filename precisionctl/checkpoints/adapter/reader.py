@@ -85,7 +85,9 @@ class AdapterReader:
         self.changes: dict[str, LowRank] = {}
         self.replaced: dict[str, str] = {}
         """What the adapter has in place of a tensor of the base, by that one's name."""
-        in_file = _names_in_files(base)
+        # names in the base's files, by those that the class of its family has in memory, and peft writes
+        in_memory = table_of(base.model).in_memory(base.specs, base.model)
+        in_file = {called: name for name, called in in_memory.items()}
         self._set_changes(self._sorted(in_file), in_file)
         check_touched(base.model, base.specs, {*self.changes, *self.replaced})
         self.specs: Mapping[str, TensorSpec] = {name: self._spec(name) for name in (*base.specs, *self.replaced)}
@@ -100,21 +102,16 @@ class AdapterReader:
         )
         if named := self._config.base:
             yield f"The adapter names {shown(named)} as its base; nothing here proves that this is it."
-        if others := self._others:
+        # peft saves adapters beside the one called `default` in folders; a Trainer's checkpoints are this one, earlier
+        folders = [each for each in self.path.iterdir() if each.is_dir() and not each.is_symlink()]
+        own = [each for each in folders if not each.name.startswith("checkpoint-")]
+        if others := sorted(each.name for each in own if has_file(each / FILE, self.path)):
             are = counted(len(others), "adapter in a folder below it is", "adapters in folders below it are")
             yield f"{are} not merged: {', '.join(map(shown, others[:5]))}{', ...' if others[5:] else ''}."
             yield (
                 "To merge several, begin with `convert BASE BASE32 --to hf --precision fp32`, and give each result as "
                 "--reference of the next."
             )
-
-    @property
-    def _others(self) -> Sequence[str]:
-        """Folders of further adapters beside this one, where peft saves all but the one called `default`. Those of a
-        Trainer's checkpoints have the same adapter, earlier."""
-        folders = [each for each in self.path.iterdir() if each.is_dir() and not each.is_symlink()]
-        own = [each for each in folders if not each.name.startswith("checkpoint-")]
-        return sorted(each.name for each in own if has_file(each / FILE, self.path))
 
     @property
     def container(self) -> str:
@@ -233,7 +230,10 @@ class AdapterReader:
         kinds = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A.weight", "lora_B.weight")
         a, b = self._pair(module, stored, kinds)
         transposed = embedding or (self._config.transposed if self._conv1d is None else name in self._conv1d)
-        shape = self._shape(name)
+        replaced = self.replaced.get(name)
+        shape = self._stored.specs[replaced].shape if replaced else self.base.specs[name].shape
+        if len(shape) != 2:
+            raise MappingError(f"`{name}` is {list(shape)}: only matrices have low-rank changes")
         if (self._spec_of(b)[0], self._spec_of(a)[1]) != (shape[::-1] if transposed else shape):
             raise _other_shape(a, self._stored.specs[a], f"`{name}` is {list(shape)}")
         rank, target = self._rank(a, b, 1), _NESTED.sub("", module)
@@ -278,13 +278,6 @@ class AdapterReader:
             raise DamagedCheckpoint(f"`{name}` is {list(spec.shape)}, no matrix")
         return spec.rows, spec.columns
 
-    def _shape(self, name: str) -> tuple[int, ...]:
-        replaced = self.replaced.get(name)
-        shape = self._stored.specs[replaced].shape if replaced else self.base.specs[name].shape
-        if len(shape) != 2:
-            raise MappingError(f"`{name}` is {list(shape)}: only matrices have low-rank changes")
-        return shape
-
     def _of_experts(self, target: str, levels: Mapping[str, Mapping[str, str]]) -> dict[str, LowRank]:
         """The changes to parameters of all experts of a layer (`target_parameters`).
 
@@ -328,11 +321,6 @@ _SAVED = "Save it with peft: `model.save_pretrained(ADAPTER)`."
 _MERGE = "Merge it with peft: `model.merge_and_unload().save_pretrained(OUT)`, and give OUT."
 
 
-def _names_in_files(base: Reader) -> dict[str, str]:
-    """Names under which a base stores tensors, by those that the class of its family has in memory, and peft writes."""
-    return {called: name for name, called in table_of(base.model).in_memory(base.specs, base.model).items()}
-
-
 def _conv1d(base: Reader) -> frozenset[str] | None:
     """The matrices that a base stores as [in, out], by its table; None without one. An adapter's `fan_in_fan_out` says
     it of the last module that peft adapted (tuners/lora/layer.py, dispatch_default), and peft does not rely on it."""
@@ -341,13 +329,6 @@ def _conv1d(base: Reader) -> frozenset[str] | None:
     rows = table_of(base.model).spelled(base.specs, base.model)
     stored = [row for row in rows if isinstance(row.rearrangement, Transposed)]
     return frozenset(name for row in stored for place in row.places(base.model) for name in names(row, "hf", place))
-
-
-def _weights_file(path: Path) -> Path:
-    for name in ("adapter_model.safetensors", "adapter_model.bin"):
-        if has_file(path / name, path):
-            return path / name
-    raise DamagedCheckpoint("no adapter_model.safetensors, nor adapter_model.bin", where=path, do="Is the copy whole?")
 
 
 def _of_text(name: str) -> bool:
@@ -386,8 +367,13 @@ def open_base(path: Path, hints: Hints, of: str) -> Reader:
 
 def _open(path: Path, hints: Hints) -> AdapterReader:
     base = open_base(path, hints, "PEFT")
-    file = _weights_file(path)
-    file_format = SAFETENSORS if file.suffix == SAFETENSORS.suffix else BIN
+    if has_file(path / "adapter_model.safetensors", path):
+        file, file_format = path / "adapter_model.safetensors", SAFETENSORS
+    elif has_file(path / "adapter_model.bin", path):
+        file, file_format = path / "adapter_model.bin", BIN
+    else:
+        what = "no adapter_model.safetensors, nor adapter_model.bin"
+        raise DamagedCheckpoint(what, where=path, do="Is the copy whole?")
     config = read_lora_config(path)
     stored = StoredTensors({name: (file, one) for name, one in file_format.read(file).items()})
     with at(file):

@@ -20,6 +20,7 @@ FILE = re.compile(r"consolidated\.(\d{2,3})\.pth")
 EMBEDDING = "tok_embeddings.weight"
 _SIDE_BY_SIDE = re.compile(r"layers\.\d+\.(?:attention\.wo|feed_forward\.w2)\.weight")
 _IN_EVERY_FILE = re.compile(r"(?:layers\.\d+\.(?:attention|ffn)_norm|norm)\.weight|(?:.+\.)?rope\.freqs")
+_LARGEST_COPY = 1 << 20
 _AGAIN = "Copy the files of the release again."
 
 
@@ -54,7 +55,16 @@ def _joined(name: str, files: Sequence[Path], parts: Sequence[StoredTensor], hid
     if len(parts) == 1:
         return parts[0]
     if _IN_EVERY_FILE.fullmatch(name):
-        _check_equal(name, files, parts)
+        if spec.nbytes > _LARGEST_COPY:
+            raise DamagedCheckpoint(f"`{name}` has {spec.nbytes} bytes, and every file has all of it", where=files[0])
+        copies = list[bytes]()
+        for file, part in zip(files, parts, strict=True):
+            with open(file, "rb") as opened:
+                opened.seek(part.offset)
+                copies.append(opened.read(spec.nbytes))
+        if other := [file.name for file, copy in zip(files, copies, strict=True) if copy != copies[0]]:
+            what = f"`{name}` is not the same in {files[0].name} and {other[0]}"
+            raise DamagedCheckpoint(what, where=files[0].parent, do=_AGAIN)
         return parts[0]
     if len(spec.shape) != 2:
         raise DamagedCheckpoint(f"`{name}` is {list(spec.shape)}, no part of a matrix", where=files[0], do=_AGAIN)
@@ -64,20 +74,3 @@ def _joined(name: str, files: Sequence[Path], parts: Sequence[StoredTensor], hid
     boxes = [Box(0, rows, at * columns, columns) if beside else Box(at * rows, rows, 0, columns) for at in range(count)]
     chunks = (Chunk(box, file, part.offset) for box, file, part in zip(boxes, files, parts, strict=True))
     return JoinedTensor(whole, parts[0].offset, tuple(chunks))
-
-
-_LARGEST_COPY = 1 << 20
-
-
-def _check_equal(name: str, files: Sequence[Path], parts: Sequence[StoredTensor]) -> None:
-    """Raise DamagedCheckpoint unless all files have the same norm."""
-    if (length := parts[0].spec.nbytes) > _LARGEST_COPY:
-        raise DamagedCheckpoint(f"`{name}` has {length} bytes, and every file has all of it", where=files[0])
-    copies = list[bytes]()
-    for file, part in zip(files, parts, strict=True):
-        with open(file, "rb") as opened:
-            opened.seek(part.offset)
-            copies.append(opened.read(length))
-    if other := [file.name for file, copy in zip(files, copies, strict=True) if copy != copies[0]]:
-        what = f"`{name}` is not the same in {files[0].name} and {other[0]}"
-        raise DamagedCheckpoint(what, where=files[0].parent, do=_AGAIN)

@@ -19,8 +19,8 @@ from precisionctl.checkpoints.computed_rows import Heads
 from precisionctl.checkpoints.consolidated.llama_params import llama_config
 from precisionctl.checkpoints.consolidated.meta_shards import FILE, read_shards, shard_files
 from precisionctl.checkpoints.consolidated.mistral_params import as_transformers_magnifies, mistral_config
-from precisionctl.checkpoints.consolidated.params import MadeConfig, ParamsJson
-from precisionctl.checkpoints.consolidated.published_names import LEFT, PublishedNames, RotaryHeads
+from precisionctl.checkpoints.consolidated.params import ParamsJson
+from precisionctl.checkpoints.consolidated.published_names import LEFT, PublishedNames
 from precisionctl.checkpoints.hf_directory.companions import read_companions, to_json
 from precisionctl.checkpoints.hf_directory.huggingface_files import SAFETENSORS, file_format_of, places_in, read_stored
 from precisionctl.checkpoints.hf_directory.safetensors_file import Places, StoredTensor, StoredTensors
@@ -39,6 +39,8 @@ from precisionctl.untrusted.safe_json import parse_json
 PARAMS = "params.json"
 _FILES = replace(SAFETENSORS, stem="consolidated")
 _TOKENIZERS = ("tekken.json", "tokenizer.model")
+_MOVED = (*FLOATS, *FP8, DType.uint8)
+"""What queries and keys may be stored as."""
 
 
 def recognise(path: Path) -> bool:
@@ -88,7 +90,9 @@ class ConsolidatedReader(HuggingFaceTensors):
         of_meta = "hidden_dim" not in said
         # Where files of both kinds are there, those in safetensors are read, as vLLM does
         shards = [] if file_format_of(path) else shard_files(path)
-        read = cache(lambda: _tensors(path, shards, params))
+        read = cache(
+            lambda: read_shards(shards, size(params, "dim")) if shards else places_in(read_stored(path, _FILES))
+        )
         with at(where):
             made = llama_config(said, read) if of_meta else mistral_config(said)
             model = made.model()
@@ -100,8 +104,12 @@ class ConsolidatedReader(HuggingFaceTensors):
         left = sorted(name for name in tensors if LEFT.fullmatch(name))
         places = _published({name: each for name, each in tensors.items() if name not in left}, names, where)
         made = replace(made, config=_with_ignored(made.config, places, where))
-        self.own_companions = own if given else _with_config(own, made)
-        self.companions = _beside(self.own_companions, given) if given else self.own_companions
+        if given:  # the reference's files, with the checkpoint's own beside them
+            self.own_companions = own
+            self.companions = replace(given, files={**own.files, **given.files}, notes=own.notes)
+        else:
+            self.own_companions = replace(own, files={**own.files, "config.json": to_json(made.config)})
+            self.companions = self.own_companions
         self._made, self._left = None if given else made, left
         self.config = _config_of(self.companions) | {"quantization_config": made.config.get("quantization_config")}
         self._describe(places, where)
@@ -128,22 +136,8 @@ class ConsolidatedReader(HuggingFaceTensors):
         yield from super().notes()
 
 
-def _tensors(path: Path, shards: Sequence[Path], params: Mapping[str, Any]) -> Places:
-    """The tensors in these shards, or in the directory's safetensors if there are none, whole, by their own names."""
-    return read_shards(shards, size(params, "dim")) if shards else places_in(read_stored(path, _FILES))
-
-
 def _config_of(companions: Companions) -> dict[str, Any]:
     return parse_json(companions.files["config.json"], companions.config_path)
-
-
-def _with_config(own: Companions, made: MadeConfig) -> Companions:
-    return replace(own, files={**own.files, "config.json": to_json(made.config)})
-
-
-def _beside(own: Companions, given: Companions) -> Companions:
-    """The reference's files, with the checkpoint's own beside them."""
-    return replace(given, files={**own.files, **given.files}, notes=own.notes)
 
 
 def _check_same(known: ModelShape, model: ModelShape, config: Mapping[str, Any], where: object) -> None:
@@ -170,27 +164,23 @@ def _published(tensors: Places, names: PublishedNames, where: Path) -> Places:
         if published is None:
             what = f"`{name}` is no tensor of such a model"
             raise UnmappedTensor(what, where=file, do="Take the Hugging Face files of the same release.")
-        heads = names.heads(name)
-        found[published] = file, (_turned(name, tensor, heads, stored, file) if heads else tensor)
+        found[published] = file, tensor
+
+        heads, spec = names.heads(name), tensor.spec
+        if heads is None:
+            continue
+        rows = heads.count * heads.size
+        if spec.rows != rows:
+            if name.endswith(".weight"):
+                what = f"`{name}` has {spec.rows} rows, and {heads.count} heads of {heads.size} by {PARAMS}"
+                raise DamagedCheckpoint(what, where=file, do=f"Is {PARAMS} this model's?")
+            continue  # a scale of all rows, or of whole heads, stays where it is
+        if spec.dtype not in _MOVED:
+            what = f"`{name}` is {spec.dtype}: queries or keys in codes that are not moved"
+            raise PrecisionError(what, where=file, do="Start from the release in BF16.")
+        turned = Heads(stored, name, range(0, rows, heads.size), heads.size, pairs=True)
+        found[published] = file, TurnedTensor(spec, tensor.offset, turned)
     return found
-
-
-_MOVED = (*FLOATS, *FP8, DType.uint8)
-
-
-def _turned(name: str, tensor: StoredTensor, heads: RotaryHeads, stored: StoredTensors, file: Path) -> StoredTensor:
-    """A tensor of queries or keys in published order. A scale of all of them, or of whole heads, stays where it is."""
-    spec, rows = tensor.spec, heads.count * heads.size
-    if name.endswith(".weight") and spec.rows != rows:
-        what = f"`{name}` has {spec.rows} rows, and {heads.count} heads of {heads.size} by {PARAMS}"
-        raise DamagedCheckpoint(what, where=file, do=f"Is {PARAMS} this model's?")
-    if spec.rows != rows:
-        return tensor
-    if spec.dtype not in _MOVED:
-        what = f"`{name}` is {spec.dtype}: queries or keys in codes that are not moved"
-        raise PrecisionError(what, where=file, do="Start from the release in BF16.")
-    starts = range(0, rows, heads.size)
-    return TurnedTensor(spec, tensor.offset, Heads(stored, name, starts, heads.size, pairs=True))
 
 
 def _with_ignored(config: dict[str, Any], places: Places, where: object) -> dict[str, Any]:
