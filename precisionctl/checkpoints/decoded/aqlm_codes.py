@@ -38,19 +38,19 @@ class AqlmCodes(DecodedWeights):
 
     def _values(self, name: str, row: int, rows: int) -> tuple[Tensor, str]:
         module = name.removesuffix(".weight")
-        vectors = Box(0, self._stored.specs[f"{module}.codes"].rows, 0, self._once(module, self._books).shape[2])
-        return torch.cat([self._of_vectors(module, cut) for cut in vectors.run(row, rows)]), f"{module}.scales"
-
-    def _of_vectors(self, module: str, cut: Box) -> Tensor:
-        """Rows of the weight: of rows of vectors, the outputs that are in the columns of a box."""
-        books = self._once(module, self._books)[:, :, cut.column : cut.column + cut.columns]
-        codes = read_rows(self._stored, f"{module}.codes", cut.row, cut.rows).view(-1, len(books))
-        sums = torch.zeros(len(codes), *books.shape[2:])
-        for book, column in zip(books, codes.t(), strict=True):
-            sums += book.index_select(0, column.int() & len(book) - 1)
-        scales = read_rows(self._stored, f"{module}.scales", cut.row, cut.rows).view(-1, 1, 1, 1)
-        values = sums.to(scales.dtype).view(cut.rows, -1, *sums.shape[1:]) * scales
-        return values.transpose(1, 2).reshape(cut.elements, -1)
+        all_books, made = self._once(module, self._books), []
+        # rows of the weight as boxes: which rows of vectors they are in, and in the columns which outputs of these
+        vectors = Box(0, self._stored.specs[f"{module}.codes"].rows, 0, all_books.shape[2])
+        for cut in vectors.run(row, rows):
+            books = all_books[:, :, cut.column : cut.column + cut.columns]
+            codes = read_rows(self._stored, f"{module}.codes", cut.row, cut.rows).view(-1, len(books))
+            sums = torch.zeros(len(codes), *books.shape[2:])
+            for book, column in zip(books, codes.t(), strict=True):
+                sums += book.index_select(0, column.int() & len(book) - 1)
+            scales = read_rows(self._stored, f"{module}.scales", cut.row, cut.rows).view(-1, 1, 1, 1)
+            values = sums.to(scales.dtype).view(cut.rows, -1, *sums.shape[1:]) * scales
+            made.append(values.transpose(1, 2).reshape(cut.elements, -1))
+        return torch.cat(made), f"{module}.scales"
 
     def _books(self, module: str) -> Tensor:
         """A module's codebooks, FP32."""

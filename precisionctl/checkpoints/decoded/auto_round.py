@@ -8,7 +8,7 @@ those of transformers' AutoRoundConfig.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from precisionctl.checkpoints.decoded.transposed_codes import TransposedCodes, WordLayout
@@ -32,7 +32,11 @@ class AutoRoundCodes(TransposedCodes):
             raise self._unread(f"codes of AutoRound in the `packing_format` {shown(packing)}, which are not read")
         self._check_alike(quantization)
         groups, bits = list[int](), list[object]()
-        for said in self._settings(quantization):
+        # those of modules' own without those of more than 8 bits, which AutoRound writes for what it leaves as it is
+        own = self._objects(quantization, "extra_config").values()
+        coded = [said for said in own if not (type(number := said.get("bits")) is int and number > 8)]
+        for settings in ({"group_size": 128, "bits": 4} | dict(quantization), *coded):
+            said = {key: value for key, value in settings.items() if value is not None}
             if strange := next((name for name in _NOT_READ if said.get(name)), None):
                 raise self._other(strange, said[strange])
             if said.get("data_type", "int") != "int":
@@ -44,14 +48,6 @@ class AutoRoundCodes(TransposedCodes):
             if "bits" in said:
                 bits.append(said["bits"])
         return WordLayout(packing in _LIKE_AWQ, packing in _LIKE_GPTQ, groups, bits)
-
-    def _settings(self, quantization: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-        """The settings of all modules, and those of modules' own, without those of more than 8 bits, which AutoRound
-        writes for modules that it leaves as they are."""
-        own = self._objects(quantization, "extra_config").values()
-        coded = [said for said in own if not (type(bits := said.get("bits")) is int and bits > 8)]
-        for said in ({"group_size": 128, "bits": 4} | dict(quantization), *coded):
-            yield {key: value for key, value in said.items() if value is not None}
 
     def _other(self, key: str, value: object) -> PrecisionError:
         return self._unread(f"codes of AutoRound with `{key}` {shown(value)}, which are not read")

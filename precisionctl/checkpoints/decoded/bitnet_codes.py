@@ -18,7 +18,6 @@ from precisionctl.checkpoints.chunks import read_rows, read_tensor
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError, shown
-from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import FLOATS
 from precisionctl.torch_when_used import torch
 
@@ -34,7 +33,18 @@ class BitNetCodes(DecodedWeights):
 
     def _find(self, quantization: Mapping[str, Any]) -> None:
         specs = self._stored.specs
-        self._multiplies = self._settings(quantization) == "autobitlinear"
+        said, mode = quantization.get("linear_class", _CLASSES[0]), quantization.get("quantization_mode", "offline")
+        if not isinstance(said, str) or said not in _CLASSES or mode not in ("offline", "online"):
+            what = f"`linear_class` {shown(said)} with `quantization_mode` {shown(mode)}, which are not known"
+            raise self._unread(what)
+        self._multiplies = said == "autobitlinear"
+        if self._multiplies and mode == "online":
+            what = "weights to train, of which the model computes -1, 0 and 1 anew in each step (`online`)"
+            do = "Start from the packed release. Without `quantization_config` in config.json they are read as stored."
+            raise PrecisionError(what, where=self._where, do=do)
+        if self._switch(quantization, "use_rms_norm", False):
+            raise self._unread("`use_rms_norm`, norms of inputs within linears, which are not read")
+
         scales = {name.removesuffix("_scale"): name for name in specs if name.endswith(".weight_scale")}
         for weight, scale in scales.items():
             codes = self._present(weight)
@@ -47,30 +57,27 @@ class BitNetCodes(DecodedWeights):
             if name.endswith(".weight") and spec.dtype == DType.uint8 and name not in scales:
                 self._present(f"{name}_scale")
         if any(specs[name].dtype != DType.uint8 for name in scales):  # bare numbers look like values
-            said = quantization.get("modules_to_not_convert")
-            left_out = [each for each in said if isinstance(each, str)] if isinstance(said, list) else []
+            modules = quantization.get("modules_to_not_convert")
+            left_out = [each for each in modules if isinstance(each, str)] if isinstance(modules, list) else []
             for name in sorted(specs.keys() - scales.keys() - why_not_gemms(specs).keys()):
                 if not any(part in name.removesuffix(".weight") for part in left_out):
                     self._present(f"{name}_scale")
-        self.shapes = {name: _shape(specs[name]) for name in scales}
+        packed = {name: _IN_BYTE if specs[name].dtype == DType.uint8 else 1 for name in scales}
+        self.shapes = {name: (specs[name].rows * codes, specs[name].columns) for name, codes in packed.items()}
         self.read = {*scales, *scales.values()}
         self.kinds = {"ternary codes"}
 
     def _values(self, name: str, row: int, rows: int) -> tuple[Tensor, str]:
-        if self._stored.specs[name].dtype == DType.uint8:
-            return torch.cat(self._unpacked(name, row, rows)), f"{name}_scale"
-        numbers = read_rows(self._stored, name, row, rows).bfloat16().float()
-        return numbers.mul_(self._scale(name)), f"{name}_scale"
-
-    def _unpacked(self, name: str, row: int, rows: int) -> list[Tensor]:
-        """Values of rows, in runs of those that are in the same two bits."""
-        held, runs = self._stored.specs[name].rows, []
-        values = self._once(name, self._of_bytes)
-        for quarter in range(row // held, (row + rows - 1) // held + 1):
-            first, stop = max(row - quarter * held, 0), min(row + rows - quarter * held, held)
+        spec = self._stored.specs[name]
+        if spec.dtype != DType.uint8:
+            numbers = read_rows(self._stored, name, row, rows).bfloat16().float()
+            return numbers.mul_(self._scale(name)), f"{name}_scale"
+        values, runs = self._once(name, self._of_bytes), []
+        for quarter in range(row // spec.rows, (row + rows - 1) // spec.rows + 1):  # rows that are in the same two bits
+            first, stop = max(row - quarter * spec.rows, 0), min(row + rows - quarter * spec.rows, spec.rows)
             packed = read_rows(self._stored, name, first, stop - first)
             runs.append(values[quarter].index_select(0, packed.view(-1).int()).view(packed.shape))
-        return runs
+        return torch.cat(runs), f"{name}_scale"
 
     def _of_bytes(self, name: str) -> Tensor:
         """The values of all bytes, BF16 `[4, 256]`, of each of their codes."""
@@ -82,22 +89,3 @@ class BitNetCodes(DecodedWeights):
     def _scale(self, name: str) -> Tensor:
         scale = read_tensor(self._stored, f"{name}_scale").bfloat16().float()
         return self._checked_scales(f"{name}_scale", scale, over=not self._multiplies)
-
-    def _settings(self, quantization: Mapping[str, Any]) -> str:
-        """The `linear_class`. Raises PrecisionError for settings by which a model computes with other weights."""
-        found, mode = quantization.get("linear_class", _CLASSES[0]), quantization.get("quantization_mode", "offline")
-        if not isinstance(found, str) or found not in _CLASSES or mode not in ("offline", "online"):
-            what = f"`linear_class` {shown(found)} with `quantization_mode` {shown(mode)}, which are not known"
-            raise self._unread(what)
-        if found == "autobitlinear" and mode == "online":
-            what = "weights to train, of which the model computes -1, 0 and 1 anew in each step (`online`)"
-            do = "Start from the packed release. Without `quantization_config` in config.json they are read as stored."
-            raise PrecisionError(what, where=self._where, do=do)
-        if self._switch(quantization, "use_rms_norm", False):
-            raise self._unread("`use_rms_norm`, norms of inputs within linears, which are not read")
-        return found
-
-
-def _shape(stored: TensorSpec) -> tuple[int, int]:
-    """The shape of a weight, `[out, in]`."""
-    return stored.rows * (_IN_BYTE if stored.dtype == DType.uint8 else 1), stored.columns

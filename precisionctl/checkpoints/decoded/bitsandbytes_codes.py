@@ -89,7 +89,7 @@ class BitsAndBytesCodes(DecodedWeights):
     def _find(self, quantization: Mapping[str, Any]) -> None:
         specs = self._stored.specs
         self._states: dict[str, _State] = {}
-        self._numbers: tuple[str, Tensor, Tensor | None] | None = None
+
         self.read = set[str]()
         for name in specs:
             weight, found, table = name.rpartition(_STATE)
@@ -103,8 +103,16 @@ class BitsAndBytesCodes(DecodedWeights):
         scales = [name for name in specs if name.endswith(".SCB")]
         self._rows_of_int8 = {f"{name.removesuffix('SCB')}weight": name for name in scales}
         for weight, name in self._rows_of_int8.items():
-            self._check_int8(weight, name)
-            self.read |= {name, f"{weight}_format"}
+            codes, order = self._present(weight), f"{weight}_format"
+            if len(codes.shape) != 2 or not codes.rows * codes.columns or codes.dtype != DType.int8:
+                what = f"{weight} is {codes.stored_dtype} of shape {shown(codes.shape)}, beside {name}"
+                raise self._damaged(weight, what)
+            self._check(name, (codes.rows,), DType.float32)
+            if order in specs:
+                self._check(order, (), DType.uint8)
+                if self._text(order) != b"\0":
+                    raise self._unread(f"{order} says that codes are in another order than rows")
+            self.read |= {name, order}
         strays = (name for name in specs if name.rpartition(".")[2] in _PARTS and name not in self.read)
         if stray := next(strays, None):
             what = f"{stray} is there, and no quant_state says what of"
@@ -129,46 +137,40 @@ class BitsAndBytesCodes(DecodedWeights):
     def _four_bits(self, name: str, row: int, rows: int) -> Tensor:
         """Rows in the dtype of the weight's quant_state."""
         state, columns = self._states[name], self.specs[name].columns
+        pairs, nested = self._once(name, self._tables)
         begin, end = row * columns, (row + rows) * columns
         first, stop = begin // state.block, -(-end // state.block)  # blocks, which begin with a byte
-        absmax, pairs = self._absmax(name, state, first, stop)
-        last = -(-min(stop * state.block, state.codes) // 2)
-        codes = self._bytes(name, first * state.block // 2, last)
+
+        # bytes of codes are in elements of any dtype (`bnb_4bit_quant_storage`)
+        size = self._stored.specs[name].dtype.itemsize
+        first_byte, stop_byte = first * state.block // 2, -(-min(stop * state.block, state.codes) // 2)
+        element = first_byte // size
+        held = read_bytes(self._stored, name, element, -(-stop_byte // size) - element).reshape(-1)
+        codes = torch.from_numpy(held[first_byte - element * size : stop_byte - element * size])
+
+        absmax = read_rows(self._stored, f"{name}.absmax", first, stop - first).view(-1)
+        if nested is not None:
+            outer_first, outer_stop = first // state.nested_block, (stop - 1) // state.nested_block + 1
+            outer = read_rows(self._stored, f"{name}.nested_absmax", outer_first, outer_stop - outer_first)
+            above = outer.view(-1)[torch.arange(first, stop) // state.nested_block - outer_first]
+            absmax = nested[absmax.int()] * above + torch.tensor(state.offset)
+
         blocks = torch.zeros(stop - first, state.block)
         blocks.view(-1)[: 2 * len(codes)] = pairs.index_select(0, codes.int()).view(-1)
         values = blocks.mul_(absmax.unsqueeze(1)).view(-1)[begin - first * state.block : end - first * state.block]
         return values.view(rows, columns).to(state.dtype.torch)
 
-    def _bytes(self, name: str, begin: int, end: int) -> Tensor:
-        """Bytes of codes, of elements of any dtype (`bnb_4bit_quant_storage`)."""
-        size = self._stored.specs[name].dtype.itemsize
-        first = begin // size
-        held = read_bytes(self._stored, name, first, -(-end // size) - first).reshape(-1)
-        return torch.from_numpy(held[begin - first * size : end - first * size])
-
-    def _absmax(self, name: str, state: _State, first: int, stop: int) -> tuple[Tensor, Tensor]:
-        """The absmaxes of blocks, FP32, and the two numbers of each byte of codes, `[256, 2]`."""
-        if self._numbers is None or self._numbers[0] != name:
-            table = read_tensor(self._stored, f"{name}.nested_quant_map") if state.nested_block else None
-            self._numbers = name, self._pairs(name, state), table
-        _, pairs, table = self._numbers
-        absmax = read_rows(self._stored, f"{name}.absmax", first, stop - first).view(-1)
-        if table is not None:
-            begin = first // state.nested_block
-            outer = read_rows(
-                self._stored, f"{name}.nested_absmax", begin, (stop - 1) // state.nested_block + 1 - begin
-            )
-            above = outer.view(-1)[torch.arange(first, stop) // state.nested_block - begin]
-            absmax = table[absmax.int()] * above + torch.tensor(state.offset)
-        return absmax, pairs
-
-    def _pairs(self, name: str, state: _State) -> Tensor:
+    def _tables(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """The two numbers of each byte of a weight's codes, FP32 `[256, 2]`, and those of codes of its absmaxes, if
+        they are codes."""
+        state = self._states[name]
+        nested = read_tensor(self._stored, f"{name}.nested_quant_map") if state.nested_block else None
         table = torch.tensor(_TABLES[state.table])
         stored = read_tensor(self._stored, f"{name}.quant_map")
         if not torch.allclose(stored, table, rtol=0, atol=_AS_GOOD_AS):
             what = f"{name}.quant_map is not {state.table.upper()}'s, by which bitsandbytes decodes it all the same"
             raise self._unread(what)
-        return torch.stack([table.repeat_interleave(16), table.repeat(16)], 1)
+        return torch.stack([table.repeat_interleave(16), table.repeat(16)], 1), nested
 
     def _state(self, name: str, table: str) -> _State:
         """What a `quant_state` says, checked."""
@@ -210,16 +212,3 @@ class BitsAndBytesCodes(DecodedWeights):
         if not state.nested_block and f"{weight}.nested_absmax" in self._stored.specs:
             what = f"{weight}.nested_absmax is beside absmaxes that are no codes"
             raise self._damaged(f"{weight}.nested_absmax", what)
-
-    def _check_int8(self, weight: str, scales: str) -> None:
-        codes = self._present(weight)
-        if len(codes.shape) != 2 or not codes.rows * codes.columns or codes.dtype != DType.int8:
-            what = f"{weight} is {codes.stored_dtype} of shape {shown(codes.shape)}, beside {scales}"
-            raise self._damaged(weight, what)
-        self._check(scales, (codes.rows,), DType.float32)
-        order = f"{weight}_format"
-        if order not in self._stored.specs:
-            return
-        self._check(order, (), DType.uint8)
-        if self._text(order) != b"\0":
-            raise self._unread(f"{order} says that codes are in another order than rows")

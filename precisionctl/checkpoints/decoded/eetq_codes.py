@@ -40,7 +40,16 @@ class EetqCodes(DecodedWeights):
         for name, spec in specs.items():
             if name.endswith(".weight") and spec.dtype == DType.int8 and name not in scales:
                 self._present(f"{name}_scales")
-        self.shapes = {name: self._shape(name) for name in scales}
+        shapes: dict[str, tuple[int, int]] = {}
+        for name, scale in scales.items():
+            codes = self._present(name)
+            fits = codes.dtype == DType.int8 and len(codes.shape) == 2 and all(codes.shape)
+            if not fits or codes.rows % _TILE or codes.columns % _TILE:
+                what = f"{name} is {codes.stored_dtype} of shape {shown(codes.shape)}, no codes in tiles of {_TILE}"
+                raise self._damaged(name, what)
+            self._check(scale, (codes.columns,), *FLOATS)
+            shapes[name] = codes.columns, codes.rows
+        self.shapes = shapes
         self.read = {*scales, *scales.values()}
         self.kinds = {"INT8 codes"}
 
@@ -59,13 +68,3 @@ class EetqCodes(DecodedWeights):
         if not bool((full | (scales == 0)).all()):
             raise self._unread(f"{name} has codes in an order that is not read, such as that for GPUs before Turing")
         return numbers.to(scales.dtype).mul_(scales), f"{name}_scales"
-
-    def _shape(self, name: str) -> tuple[int, int]:
-        """The shape of a weight, `[out, in]`. Raises DamagedCheckpoint for tensors that are no codes of it."""
-        codes = self._present(name)
-        fits = codes.dtype == DType.int8 and len(codes.shape) == 2 and all(codes.shape)
-        if not fits or codes.rows % _TILE or codes.columns % _TILE:
-            what = f"{name} is {codes.stored_dtype} of shape {shown(codes.shape)}, no codes in tiles of {_TILE}"
-            raise self._damaged(name, what)
-        self._check(f"{name}_scales", (codes.columns,), *FLOATS)
-        return codes.columns, codes.rows

@@ -85,21 +85,16 @@ class FPQuantCodes(DecodedWeights):
         module, columns = name.removesuffix(".weight"), self.specs[name].columns
         matrix, divisor = self._once(module, self._back)
         if divisor is None:
-            values, scales_at = read_rows(self._stored, f"{module}.dqweight", row, rows).double(), f"{module}.dqweight"
-        else:
-            values, scales_at = self._of_codes(module, row, rows, columns), f"{module}.scales"
-        values = values.view(-1, len(matrix)).matmul(matrix)  # exact
-        return (values if divisor is None else values.div_(divisor)).float(), scales_at
-
-    def _of_codes(self, module: str, row: int, rows: int, columns: int) -> Tensor:
-        """`number * scale` of rows, `[rows, columns]`, in FP64."""
+            values = read_rows(self._stored, f"{module}.dqweight", row, rows).double()
+            return values.view(-1, len(matrix)).matmul(matrix).float(), f"{module}.dqweight"
         here = Box(row, rows, 0, columns // self._format.group)
         stored = read_box(self._stored, f"{module}.scales", here).view(self._format.scale.torch)
         scales = self._checked_scales(f"{module}.scales", stored.float())
-        values = torch.empty(rows, columns)
+        scaled = torch.empty(rows, columns)
         codes = read_rows(self._stored, f"{module}.qweight", row, rows)
-        nibbles.decode(codes, E2M1, scales, values, torch.empty(min(values.numel(), nibbles.SCRATCH)))
-        return values.double()
+        nibbles.decode(codes, E2M1, scales, scaled, torch.empty(min(scaled.numel(), nibbles.SCRATCH)))
+        values = scaled.double().view(-1, len(matrix)).matmul(matrix)  # exact
+        return values.div_(divisor).float(), f"{module}.scales"
 
     def _back(self, module: str) -> tuple[Tensor, Tensor | None]:
         """What rotates a module's values back, FP64 `[n, n]`, and the global scale of its codes; None if they are no

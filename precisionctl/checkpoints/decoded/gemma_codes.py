@@ -79,17 +79,15 @@ class GemmaCodes(DecodedWeights):
     def _values(self, name: str, row: int, rows: int) -> tuple[Tensor, str]:
         coded = self._weights[name]
         scales = read_rows(self._stored, coded.scale, row, rows).bfloat16().float().unsqueeze(-1)
-        return self._numbers(coded, row, rows).view(rows, scales.shape[1], -1).mul_(scales), coded.scale
-
-    def _numbers(self, coded: _WeightOfBits, row: int, rows: int) -> Tensor:
-        """The numbers of codes of rows, FP32, flat."""
         packed = read_rows(self._stored, coded.codes, row, rows).reshape(-1)
         if coded.bits == 8:
-            return packed.float()
-        if coded.bits not in self._tables:
-            half = 1 << coded.bits - 1
-            self._tables[coded.bits] = nibbles.numbers_in_bytes(coded.bits, range(-half, half))
-        return self._tables[coded.bits].index_select(0, packed.int()).view(torch.float32)
+            numbers = packed.float()
+        else:
+            if coded.bits not in self._tables:
+                half = 1 << coded.bits - 1
+                self._tables[coded.bits] = nibbles.numbers_in_bytes(coded.bits, range(-half, half))
+            numbers = self._tables[coded.bits].index_select(0, packed.int()).view(torch.float32)
+        return numbers.view(rows, scales.shape[1], -1).mul_(scales), coded.scale
 
     def _shape(self, coded: _WeightOfBits) -> tuple[int, int]:
         """The shape of a weight, `[out, in]`. Raises DamagedCheckpoint for tensors that are no codes and their

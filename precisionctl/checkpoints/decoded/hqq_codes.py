@@ -67,15 +67,13 @@ class HqqCodes(DecodedWeights):
 
     def _values(self, name: str, row: int, rows: int) -> tuple[Tensor, str]:
         grouped, columns = self._weights[name], self.specs[name].columns
-        boxes = grouped.packed.whole.run(row * columns, rows * columns)
-        return torch.cat([self._of_box(grouped, box).view(-1) for box in boxes]), f"{grouped.module}.scale"
-
-    def _of_box(self, grouped: _Grouped, box: Box) -> Tensor:
-        """Values of a box of the matrix, in the dtype that the module computed in."""
-        dtype = grouped.dtype.torch
-        along = Box(box.row, box.rows, 0, 1) if grouped.axis else Box(0, 1, box.column, box.columns)
-        zeros, scales = (read_box(self._stored, f"{grouped.module}.{kind}", along) for kind in ("zero", "scale"))
-        return grouped.packed.codes(self._stored, box, dtype).sub_(zeros.to(dtype)).mul_(scales.to(dtype))
+        dtype, made = grouped.dtype.torch, []
+        for box in grouped.packed.whole.run(row * columns, rows * columns):
+            along = Box(box.row, box.rows, 0, 1) if grouped.axis else Box(0, 1, box.column, box.columns)
+            zeros, scales = (read_box(self._stored, f"{grouped.module}.{kind}", along) for kind in ("zero", "scale"))
+            values = grouped.packed.codes(self._stored, box, dtype).sub_(zeros.to(dtype)).mul_(scales.to(dtype))
+            made.append(values.view(-1))
+        return torch.cat(made), f"{grouped.module}.scale"
 
     def _grouped(self, module: str) -> _Grouped:
         """What a module's tensors say, checked. Raises PrecisionError for codes that are packed otherwise."""

@@ -77,7 +77,14 @@ class Inkling2LoopCodes(DecodedWeights):
     def _find(self, quantization: Mapping[str, Any]) -> None:
         experts = Counter(match[1] for match in map(_SCALE.fullmatch, self._stored.specs) if match)
         for stack, count in experts.items():
-            self._check_factors(stack, count)
+            names = _factors(stack)
+            if self._stored.specs.keys().isdisjoint(names):
+                continue  # no NVFP4
+            for name, shapes in zip(names, (((count,),), ((), (1,), (count,))), strict=True):
+                spec = self._present(name)
+                if spec.shape not in shapes or spec.dtype not in FLOATS:
+                    what = f"{name} is {spec.stored_dtype} of shape {list(spec.shape)}, for {count} experts"
+                    raise self._damaged(name, what)
         each = ((stack, expert) for stack, count in experts.items() for expert in range(count))
         self._weights = {f"{stack}[{expert}]": self._coded(stack, expert) for stack, expert in each}
         found = self._weights.values()
@@ -94,15 +101,12 @@ class Inkling2LoopCodes(DecodedWeights):
             return groups * scale.view(torch.float8_e8m0fnu).float().unsqueeze(-1), coded.scale
         values = torch.empty(rows, self.specs[name].columns)
         nibbles.decode(codes, E2M1, numerics.code_values(scale), values, torch.empty(nibbles.SCRATCH))
-        return values.mul_(self._factor(coded)), coded.scale
-
-    def _factor(self, coded: _ExpertCodes) -> Tensor:
-        """By which the scales of an NVFP4 expert are multiplied, FP32 `[]`."""
         whole, over = _factors(coded.stack)
-        amax, denominator = (read_tensor(self._stored, name).float().reshape(-1) for name in (whole, over))
+        amax, denominator = (read_tensor(self._stored, each).float().reshape(-1) for each in (whole, over))
         self._checked_scales(whole, amax)
         self._checked_scales(over, denominator, over=True)
-        return amax[coded.expert] / denominator[coded.expert if len(denominator) > 1 else 0]
+        factor = amax[coded.expert] / denominator[coded.expert if len(denominator) > 1 else 0]
+        return values.mul_(factor), coded.scale
 
     def _coded(self, stack: str, expert: int) -> _ExpertCodes:
         """One of a stack. Raises DamagedCheckpoint for codes or scales of another shape or dtype than they have."""
@@ -118,18 +122,6 @@ class Inkling2LoopCodes(DecodedWeights):
             stored = f"{codes.stored_dtype} with scales in {scale.stored_dtype}"
             raise self._damaged(name, f"{name} is {stored}, not {kind.codes} with {kind.scale}")
         return found
-
-    def _check_factors(self, stack: str, experts: int) -> None:
-        """Raise DamagedCheckpoint if a stack has one of NVFP4's two numbers and not the other, or one of another shape
-        or dtype than it has."""
-        names = _factors(stack)
-        if self._stored.specs.keys().isdisjoint(names):
-            return
-        for name, shapes in zip(names, (((experts,),), ((), (1,), (experts,))), strict=True):
-            spec = self._present(name)
-            if spec.shape not in shapes or spec.dtype not in FLOATS:
-                what = f"{name} is {spec.stored_dtype} of shape {list(spec.shape)}, for {experts} experts"
-                raise self._damaged(name, what)
 
 
 def _factors(stack: str) -> tuple[str, str]:

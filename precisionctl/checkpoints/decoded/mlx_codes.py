@@ -36,7 +36,6 @@ from precisionctl.codes.mlx_groups import (
 )
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, shown
-from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import FLOATS
 from precisionctl.torch_when_used import torch
 
@@ -76,10 +75,21 @@ class MlxCodes(DecodedWeights):
 
     def _find(self, quantization: Mapping[str, Any]) -> None:
         specs = self._stored.specs
-        self._uncoded = _dtype_of_values(specs)
-        modules = [name.removesuffix(".scales") for name in specs if name.endswith(".scales")]
-        self._usual = self._format("`quantization`", quantization, own=False) if modules else None
-        self._formats = {f"{module}.weight": self._format_of(module, quantization) for module in modules}
+        # the dtype of which floats were made, whose scales do not say it: that of the tensors which are no codes. Some
+        # of these are FP32 in models of 16 bits
+        stored = {spec.dtype for spec in specs.values()}
+        possible = (dtype for dtype in (DType.float16, DType.bfloat16, DType.float32) if dtype in stored)
+        self._uncoded = next(possible, DType.bfloat16)
+
+        self._formats: dict[str, _MlxFormat] = {}
+        if modules := [name.removesuffix(".scales") for name in specs if name.endswith(".scales")]:
+            usual = self._format("`quantization`", quantization, own=False)
+            for module in modules:
+                said = quantization.get(module, True)
+                if said is False:
+                    what = f"{module}.scales is there, and config.json says that {module} is not quantized"
+                    raise DamagedCheckpoint(what, where=self._where)
+                self._formats[f"{module}.weight"] = usual if said is True else self._format(module, said, own=True)
         coded = {name: self._shape(name, form) for name, form in self._formats.items()}
         self.read = {name for weight, form in self._formats.items() for name in self._tensors_beside(weight, form)}
         self.kinds = {form.words for form in self._formats.values()} or {"weights in parts"}
@@ -162,16 +172,6 @@ class MlxCodes(DecodedWeights):
             by *= read_tensor(self._stored, whole) / NVFP4_LARGEST
         return float_values(codes, form.bits, by), scales_at
 
-    def _format_of(self, module: str, quantization: Mapping[str, Any]) -> _MlxFormat:
-        said = quantization.get(module, True)
-        if said is True:
-            assert self._usual, "as there are codes"
-            return self._usual
-        if said is False:
-            what = f"{module}.scales is there, and config.json says that {module} is not quantized"
-            raise DamagedCheckpoint(what, where=self._where)
-        return self._format(module, said, own=True)
-
     def _format(self, of: str, said: object, *, own: bool) -> _MlxFormat:
         """The settings `of` a module, or of all. A module's own may lack any key, and then have MLX's default."""
         if not isinstance(said, Mapping) or not (own or {"group_size", "bits"} <= said.keys()):
@@ -217,13 +217,6 @@ class MlxCodes(DecodedWeights):
             what = f"{there}, which are no {form.words} in groups of {form.group}, as config.json says"
             raise DamagedCheckpoint(what, where=self._where)
         return shape
-
-
-def _dtype_of_values(specs: Mapping[str, TensorSpec]) -> DType:
-    """The dtype of which floats were made, whose scales do not say it: that of the tensors which are no codes. Some of
-    these are FP32 in models of 16 bits."""
-    found = {spec.dtype for spec in specs.values()}
-    return next((dtype for dtype in (DType.float16, DType.bfloat16, DType.float32) if dtype in found), DType.bfloat16)
 
 
 def _beside(weight: str, kind: str) -> str:

@@ -64,19 +64,19 @@ class QuantoCodes(DecodedWeights):
 
     def _values(self, name: str, row: int, rows: int) -> tuple[Tensor, str]:
         packed, columns = self._packed.get(name), self.specs[name].columns
-        if packed:
-            boxes = packed.whole.run(row * columns, rows * columns)
-            return torch.cat([self._shifted(name, packed, box).view(-1) for box in boxes]), f"{name}._scale"
-        codes, scales = (read_rows(self._stored, f"{name}.{kind}", row, rows) for kind in ("_data", "_scale"))
-        return codes.to(scales.dtype).mul_(scales), f"{name}._scale"
-
-    def _shifted(self, name: str, packed: StackedRows, box: Box) -> Tensor:
-        """Values of a box of the matrix of codes, in the dtype of the scales."""
-        along = Box(box.row, box.rows, 0, 1)
-        scales, shifts = (read_box(self._stored, f"{name}.{kind}", along) for kind in ("_scale", "_shift"))
-        if shifts.is_floating_point():
-            return packed.codes(self._stored, box, scales.dtype).mul_(scales).sub_(shifts)
-        return packed.codes(self._stored, box, torch.int8).sub_(shifts.view(torch.int8)) * scales
+        if packed is None:
+            codes, scales = (read_rows(self._stored, f"{name}.{kind}", row, rows) for kind in ("_data", "_scale"))
+            return codes.to(scales.dtype).mul_(scales), f"{name}._scale"
+        made = []
+        for box in packed.whole.run(row * columns, rows * columns):
+            along = Box(box.row, box.rows, 0, 1)
+            scales, shifts = (read_box(self._stored, f"{name}.{kind}", along) for kind in ("_scale", "_shift"))
+            if shifts.is_floating_point():
+                values = packed.codes(self._stored, box, scales.dtype).mul_(scales).sub_(shifts)
+            else:
+                values = packed.codes(self._stored, box, torch.int8).sub_(shifts.view(torch.int8)) * scales
+            made.append(values.view(-1))
+        return torch.cat(made), f"{name}._scale"
 
     def _checked(self, name: str) -> tuple[tuple[int, int], StackedRows | None]:
         """A weight's shape, and its codes if they are packed. Raises DamagedCheckpoint for tensors that are no codes of

@@ -80,15 +80,15 @@ class SinqCodes(DecodedWeights):
 
     def _all_scales(self, module: str) -> tuple[Tensor, Tensor, Tensor]:
         """The scales and zero points of a module's groups, `[n, 1]`, and the scales of its inputs, `[1, in]`."""
-        scales, zeros = (self._of_rows(module, kind) for kind in ("scale", "zero"))
+        of_groups = []
+        for plain in (f"{module}.meta.scale", f"{module}.meta.zero"):
+            if plain in self._stored.specs:
+                of_groups.append(read_tensor(self._stored, plain))
+            else:
+                codes, steps, least = (read_tensor(self._stored, name) for name in _coded(plain))
+                of_groups.append((codes * steps + least).view(-1, 1))
+        scales, zeros = of_groups
         return scales, zeros, read_tensor(self._stored, f"{module}.meta.scale2").view(1, -1)
-
-    def _of_rows(self, module: str, kind: str) -> Tensor:
-        """The scales or zero points of a module, `[n, 1]`."""
-        if (plain := f"{module}.meta.{kind}") in self._stored.specs:
-            return read_tensor(self._stored, plain)
-        codes, steps, least = (read_tensor(self._stored, name) for name in _coded(plain))
-        return (codes * steps + least).view(-1, 1)
 
     def _scaled(self, module: str, said: Mapping[str, Any] | None) -> _Scaled:
         """What is said of a module, checked. Raises PrecisionError for codes that are not read."""
@@ -122,14 +122,14 @@ class SinqCodes(DecodedWeights):
         """Raise DamagedCheckpoint for scales or zero points of other than so many rows, or that are there twice."""
         coded = sorted(self._stored.specs.keys() & _coded(name))
         if not coded:
-            return self._check(name, (rows, 1), *FLOATS)
+            self._check(name, (rows, 1), *FLOATS)
+            return
         if name in self._stored.specs:
             raise self._damaged(name, f"{name} is there, and as codes: {coded[0]}")
         wide = self._present(f"{name}.x").columns
         self._check(f"{name}.x", (rows // wide if wide and not rows % wide else rows, wide), DType.uint8)
         for part in _OF_CODES[1:]:
             self._check(f"{name}.{part}", (1, wide), *FLOATS)
-        return None
 
 
 def _coded(name: str) -> tuple[str, ...]:

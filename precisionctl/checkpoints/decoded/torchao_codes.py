@@ -11,8 +11,9 @@ IntxUnpackedToInt8Tensor, Int4Tensor), MSLK 1.1.0 (quantize/shuffle.py, int4_row
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.chunks import Box, read_box, read_rows
@@ -81,17 +82,28 @@ class TorchaoCodes(DecodedWeights):
     """The weights of a directory that transformers saved with torchao."""
 
     def _find(self, quantization: Mapping[str, Any]) -> None:
+        # what the files' metadata say of each tensor, and of which it is that it was a subclass's
+        texts: dict[str, str] = {}
+        for file in sorted({place for place, _ in self._stored.places.values()}):
+            objects = {name: text for name, text in read_described(file)[1].items() if text[:1] == "{"}
+            for name, text in objects.items():
+                if texts.setdefault(name, text) != text:
+                    raise DamagedCheckpoint(f"two files say different things of {shown(name)}", where=file)
+        parsed = {name: parse_json(text.encode(), self._where) for name, text in texts.items()}
+        coded = {name: said for name, said in parsed.items() if said.get("_type") not in (None, "Tensor")}
+
+        inside = names_inside(coded, self._where)
         self._weights: dict[str, _FlatTensor] = {}
-        for name, said in self._described().items():
-            self._weights |= self._coded(name, said)
+        for name, said in coded.items():
+            self._weights |= self._coded(inside[name], said)
         found = self._weights.values()
-        self.read = {each for coded in found for each in (coded.codes, coded.scale, coded.zeros) if each}
+        self.read = {each for weight in found for each in (weight.codes, weight.scale, weight.zeros) if each}
         codes = (name for name in self._stored.specs if stored_name(name)[0].endswith("_qdata"))
         if stray := next((name for name in codes if name not in self.read), None):
             what = f"{stray} is there, and no metadata of its file says what it is"
             raise self._damaged(stray, what, "Copy the files again, or let torchao decode them.")
-        self.shapes = {name: coded.shape for name, coded in self._weights.items()}
-        self.kinds = {coded.of.words for coded in found}
+        self.shapes = {name: weight.shape for name, weight in self._weights.items()}
+        self.kinds = {weight.of.words for weight in found}
 
     def _values(self, name: str, row: int, rows: int) -> tuple[Tensor, str]:
         coded = self._weights[name]
@@ -124,19 +136,6 @@ class TorchaoCodes(DecodedWeights):
         assert coded.zeros, "as the class has"
         return values.mul_(every(coded.scale)).add_(every(coded.zeros))
 
-    def _described(self) -> Mapping[str, Mapping[str, Any]]:
-        """What the files' metadata say of each weight that is a subclass's."""
-        found: dict[str, str] = {}
-        for file in sorted({place for place, _ in self._stored.places.values()}):
-            objects = {name: said for name, said in read_described(file)[1].items() if said[:1] == "{"}
-            for name, said in objects.items():
-                if found.setdefault(name, said) != said:
-                    raise DamagedCheckpoint(f"two files say different things of {shown(name)}", where=file)
-        parsed = {name: parse_json(said.encode(), self._where) for name, said in found.items()}
-        coded = {name: said for name, said in parsed.items() if said.get("_type") not in (None, "Tensor")}
-        inside = names_inside(coded, self._where)
-        return {inside[name]: said for name, said in coded.items()}
-
     def _coded(self, name: str, said: Mapping[str, Any]) -> dict[str, _FlatTensor]:
         """The weight of this name, or its slices if it is of experts. Raises PrecisionError for a class, or tensors of
         it, that are not read."""
@@ -155,20 +154,10 @@ class TorchaoCodes(DecodedWeights):
             raise self._unread(what)
         module, _, parameter = name.rpartition(".")
         prefix = f"{module}._{parameter}_"
-        return {
-            f"{name}{index}": self._checked(f"{name}{index}", prefix, index, described)
-            for index in self._slices(f"{prefix}qdata")
-        }
-
-    def _slices(self, name: str) -> Iterator[str]:
-        """`[0]`, `[1]` and so on for a tensor of experts, which is read as its slices; else nothing, once."""
-        if f"{name}[0]" not in self._stored.specs:
-            yield ""
-            return
-        count = 0
-        while f"{name}[{count}]" in self._stored.specs:
-            yield f"[{count}]"
-            count += 1
+        # a tensor of experts is read as its slices
+        numbered = (f"[{number}]" for number in count())
+        slices = list(takewhile(lambda index: f"{prefix}qdata{index}" in self._stored.specs, numbered))
+        return {f"{name}{index}": self._checked(f"{name}{index}", prefix, index, described) for index in slices or [""]}
 
     def _checked(self, name: str, prefix: str, index: str, said: _Said) -> _FlatTensor:
         """Raises DamagedCheckpoint for tensors that do not fit one another."""

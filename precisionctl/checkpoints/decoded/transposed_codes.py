@@ -89,33 +89,25 @@ class TransposedCodes(DecodedWeights):
         """What the config says. Raises PrecisionError for what is not read."""
         awq, one_less = self.method == "awq", False
         if awq:
-            self._check_awq(quantization)
+            if quantization.get("zero_point") not in (None, True):
+                what = f"codes of AWQ with `zero_point` {shown(quantization['zero_point'])}, which are not read"
+                raise self._unread(what)
+            version = _value_of(quantization, "version", "gemm")
+            if version != "gemm" or quantization.get("backend") == "llm-awq":
+                kind = quantization.get("backend") or version
+                raise self._unread(f"codes of AWQ for {shown(kind)}, which are not read; `gemm` is")
         else:
-            one_less = self._format_of(quantization) == "gptq"
+            said_format = _value_of(quantization, "checkpoint_format", "gptq")
+            form = "marlin" if quantization.get("is_marlin_format") else said_format
+            if form not in ("gptq", "gptq_v2"):
+                raise self._unread(f"codes of GPTQ in the format {shown(form)}, which is not read")
+            one_less = form == "gptq"
         self._check_alike(quantization)
         said = {"group_size": 128, **quantization}  # as transformers' GPTQConfig and AwqConfig
         if awq:  # AutoAWQ's own words, which vLLM looks for first
             said |= {key: said[own] for key, own in (("bits", "w_bit"), ("group_size", "q_group_size")) if own in said}
         bits, groups = said.get("bits"), self._group_size(said)
         return WordLayout(awq, one_less, [groups], [] if bits is None else [bits])
-
-    def _format_of(self, quantization: Mapping[str, Any]) -> str:
-        """GPTQ's way to store zero points: `gptq`, one less than they are, or `gptq_v2`."""
-        found = _value_of(quantization, "checkpoint_format", "gptq")
-        if found not in ("gptq", "gptq_v2") or quantization.get("is_marlin_format"):
-            what = f"codes of GPTQ in the format {shown('marlin' if quantization.get('is_marlin_format') else found)}"
-            raise self._unread(f"{what}, which is not read")
-        return found
-
-    def _check_awq(self, quantization: Mapping[str, Any]) -> None:
-        """Raise PrecisionError for codes of AWQ in another order than that of its `gemm`."""
-        if quantization.get("zero_point") not in (None, True):
-            what = f"codes of AWQ with `zero_point` {shown(quantization['zero_point'])}, which are not read"
-            raise self._unread(what)
-        found = _value_of(quantization, "version", "gemm")
-        if found != "gemm" or quantization.get("backend") == "llm-awq":
-            what = f"codes of AWQ for {shown(quantization.get('backend') or found)}, which are not read; `gemm` is"
-            raise self._unread(what)
 
     def _check_alike(self, quantization: Mapping[str, Any]) -> None:
         """Raise PrecisionError if modules have different formats of codes, or words are not int32. In GPTQModel's
@@ -160,24 +152,24 @@ class TransposedCodes(DecodedWeights):
         columns = slice(first, first + rows)
         scales = self._columns(module, "scales", columns, 1).t().float().contiguous()
         zeros = self._zeros(module, columns).t().float().contiguous()
-        known = self._last if self._last and self._last.weight == name else None
-        order = known.order if known else self._order(module)
-        return _Slab(name, first, self._codes(module, columns), scales, zeros, order)
+        if self._last and self._last.weight == name:
+            order = self._last.order
+        else:
+            order = self._order(module)
+        if self._words.awq:
+            by_input = _in_awq_order(self._columns(module, "qweight", columns, module.in_word))
+            codes = nibbles.pack(by_input.t().contiguous())
+        else:
+            codes = nibbles.laid_out(self._columns(module, "qweight", columns, 1).t()).view(torch.uint8)
+        return _Slab(name, first, codes, scales, zeros, order)
 
     def _order(self, module: _Module) -> Tensor | None:
+        """The group of each input, None where groups of equal size follow one another."""
         usual = torch.arange(module.inputs) // module.group
         order = usual if module.order is None else read_tensor(self._stored, module.order).long()
         if module.order and not bool(((order >= 0) & (order < module.groups)).all()):
             raise self._damaged(module.order, f"{module.order} names groups that are none of {module.groups}")
         return None if module.inputs == module.group * module.groups and torch.equal(order, usual) else order
-
-    def _codes(self, module: _Module, columns: slice) -> Tensor:
-        """Bytes of codes of outputs, each in the order of inputs."""
-        if not self._words.awq:
-            words = self._columns(module, "qweight", columns, 1)
-            return nibbles.laid_out(words.t()).view(torch.uint8)
-        by_input = _in_awq_order(self._columns(module, "qweight", columns, module.in_word))
-        return nibbles.pack(by_input.t().contiguous())
 
     def _zeros(self, module: _Module, columns: slice) -> Tensor:
         """Zero points `[groups, n]`, of the codes' range."""
