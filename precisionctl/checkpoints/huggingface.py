@@ -59,6 +59,11 @@ from precisionctl.sizes import counted, listed
 from precisionctl.untrusted.safe_files import has_file, read_file, read_json, whole_length
 from precisionctl.untrusted.safe_json import parse_json
 
+_PACKED = (DType.uint8, DType.int8, DType.int32, DType.uint32)
+_OF_WEIGHTS = ("weight", "_packed", "_blocks", "_quantized", "_qdata")
+_OF_SCALES = re.compile(r"(?:.*_)?(?:scales?|absmax|SCB)")
+"""The last word of names that tools give to codes, and to their scales."""
+
 
 def recognise(path: Path) -> bool:
     """A directory with a config.json and files of weights (or an index that names some). An adapter's may be those of
@@ -112,10 +117,23 @@ class HuggingFaceTensors:
         self.idle_biases = _idle_biases(self, self.decoded) if self.decoded else []
         for name in self.idle_biases:
             del self.specs[name]
+
+        matrices = {name: spec for name, spec in self.specs.items() if spec.dtype in _PACKED and len(spec.shape) > 1}
+        integers = [name for name in matrices if stored_name(name)[0].endswith(_OF_WEIGHTS)]
         if self.config.get("quantization_config"):
-            _check_packed(self.specs, self._scales, self.path)
-        else:
-            _check_unscaled(self.specs, where)
+            lone = [name for name, spec in self.specs.items() if spec.dtype in FP8 and name not in self._scales]
+            if unread := [name for name in (*integers, *lone) if self.specs[name].packing is None]:
+                what = f"`{unread[0]}` is {self.specs[unread[0]].dtype}: codes of a kind that cannot be read"
+                do = "Let the tool that made them decode them, or start from the release in BF16."
+                raise PrecisionError(what, where=self.path, do=do)
+        elif integers:  # without scales beside them they are values
+            scales = [name.rpartition(".") for name in self.specs if _OF_SCALES.fullmatch(name.rpartition(".")[2])]
+            scaled = {module for module, _, _ in scales}
+            for name in integers:
+                if not scaled.isdisjoint((name, name.rpartition(".")[0])):
+                    what = f"{name} is {self.specs[name].stored_dtype} codes, with scales beside them, but there is no "
+                    do = "Take config.json from where the weights are from."
+                    raise DamagedCheckpoint(f"{what}`quantization_config`", where=where, do=do)
 
     @property
     def behind(self) -> Collection[str]:
@@ -146,8 +164,11 @@ class HuggingFaceTensors:
             return encodings_file.find(self.path)
         stored = StoredTensors({name: self.stored.places[name] for name in sorted(self._scale_names)})
         weights = {name: self.specs[name] for name in self._scales}
-        beside = self.path / QUANT_CONFIG
-        files = {QUANT_CONFIG: _read_text(beside)} if has_file(beside, self.path) else {}
+        beside, files = self.path / QUANT_CONFIG, dict[str, bytes]()
+        if has_file(beside, self.path):
+            files[QUANT_CONFIG] = read_file(beside, self.path)
+            with damage("no UTF-8", beside):  # it travels along as text
+                files[QUANT_CONFIG].decode()
         return WeightEncodings(weights, self._scales, stored, self.config["quantization_config"], files, self.path)
 
     @property
@@ -322,14 +343,6 @@ CONTAINER = Container(
 )
 
 
-def _read_text(path: Path) -> bytes:
-    """A file that travels along as text."""
-    data = read_file(path, path.parent)
-    with damage("no UTF-8", path):
-        data.decode()
-    return data
-
-
 def _idle_biases(reader: HuggingFaceTensors, decoded: DecodedWeights) -> list[str]:
     """Biases beside codes that the model does not have, all zeros: AutoGPTQ and AutoRound have written one for each
     linear (AutoGPTQ's issue 555, in TheBloke's directories), and vLLM passes over them."""
@@ -344,46 +357,5 @@ def _idle_biases(reader: HuggingFaceTensors, decoded: DecodedWeights) -> list[st
             for place in row.places(model):
                 for name in names(row, "hf", place):
                     found.pop(name, None)
-
-    def adds_nothing(name: str, rows: int) -> bool:
-        fits = specs[name].shape == (rows,) and specs[name].dtype in FLOATS
-        return fits and not bool(read_tensor(reader.stored, name).any())
-
-    return [name for name, rows in found.items() if adds_nothing(name, rows)]
-
-
-_PACKED = (DType.uint8, DType.int8, DType.int32, DType.uint32)
-_OF_WEIGHTS = ("weight", "_packed", "_blocks", "_quantized", "_qdata")
-_OF_SCALES = re.compile(r"(?:.*_)?(?:scales?|absmax|SCB)")
-"""The last word of names that tools give to codes, and to their scales."""
-
-
-def _check_packed(specs: Mapping[str, TensorSpec], scaled: Collection[str], path: Path) -> None:
-    """Raise PrecisionError for FP8 that is not among the `scaled`, and for a matrix of integers, in a directory of
-    codes. They must be codes in a format that is not read here, and without the `quantization_config` nothing could
-    decode them."""
-    for name, spec in specs.items():
-        if spec.packing is None and (_are_integers(name, spec) or (spec.dtype in FP8 and name not in scaled)):
-            raise PrecisionError(
-                f"`{name}` is {spec.dtype}: codes of a kind that cannot be read",
-                where=path,
-                do="Let the tool that made them decode them, or start from the release in BF16.",
-            )
-
-
-def _check_unscaled(specs: Mapping[str, TensorSpec], where: object) -> None:
-    """Raise DamagedCheckpoint for a matrix of integers with scales beside it, in a directory that does not say to have
-    codes. Integers without any are values."""
-    scaled = {name.rpartition(".")[0] for name in specs if _OF_SCALES.fullmatch(name.rpartition(".")[2])}
-    for name, spec in specs.items():
-        if _are_integers(name, spec) and not scaled.isdisjoint((name, name.rpartition(".")[0])):
-            raise DamagedCheckpoint(
-                f"{name} is {spec.stored_dtype} codes, with scales beside them, but there is no `quantization_config`",
-                where=where,
-                do="Take config.json from where the weights are from.",
-            )
-
-
-def _are_integers(name: str, spec: TensorSpec) -> bool:
-    """Whether a tensor is a matrix of integers with a name of codes."""
-    return spec.dtype in _PACKED and len(spec.shape) > 1 and stored_name(name)[0].endswith(_OF_WEIGHTS)
+    fitting = [name for name, rows in found.items() if specs[name].shape == (rows,) and specs[name].dtype in FLOATS]
+    return [name for name in fitting if not bool(read_tensor(reader.stored, name).any())]

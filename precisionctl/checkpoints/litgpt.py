@@ -195,8 +195,8 @@ def _placed(
     stored: Mapping[str, StoredTensor], family: LitGptFamily, model: ModelShape, file: Path
 ) -> Iterator[tuple[str, str, StoredTensor]]:
     """LitGPT's names, Hugging Face's, and the tensors with rows in the order of the latter. Any that the family has not
-    stay as they are. Rows that pad the vocabulary are left out. Raises DamagedCheckpoint for attention of other sizes
-    than the model's."""
+    stay as they are, and so do parts of a tensor of which one is missing, or of another width or dtype. Rows that pad
+    the vocabulary are left out. Raises DamagedCheckpoint for attention of other sizes than the model's."""
     joined = {part: hf for hf, parts in family.joined.items() for part in parts}
     for name, tensor in stored.items():
         module, _, kind = name.rpartition(".")
@@ -206,8 +206,12 @@ def _placed(
             heads = _attention(tensor, family, model, file, name, by_groups=pattern == OLDER_QKV)
             made = dict(zip(family.qkv, heads, strict=True))
         elif hf := joined.get(pattern):
-            parts = [stored.get(f"{with_numbers(part, numbers)}.{kind}") for part in family.joined[hf]]
-            made = {hf: one} if (one := _joined(parts, file)) else {}
+            found = (stored.get(f"{with_numbers(part, numbers)}.{kind}") for part in family.joined[hf])
+            parts = [part for part in found if part]
+            alike = len({(part.spec.shape[1:], part.spec.dtype) for part in parts}) == 1
+            if alike and len(parts) == len(family.joined[hf]):  # one below the other
+                runs = [(part.offset, part.spec.rows) for part in parts]
+                made = {hf: _of_runs(parts[0].spec, runs, file)}
             source = with_numbers(family.joined[hf][0], numbers)
         elif pattern in family.names:
             padded = pattern in VOCABULARY and tensor.spec.rows > model.vocab_size
@@ -229,17 +233,17 @@ def _attention(
         what = f"`{name}` is {list(tensor.spec.shape)}, the model's sizes say {list(wanted_shape)}"
         raise DamagedCheckpoint(what, where=file, do="Does the config belong to this checkpoint?")
     apart = [range(queries), range(queries, queries + groups), range(queries + groups, heads)]
-    grouped = [head for group in range(groups) for head in _group(group, queries, groups)]
+    # The queries, the key and the value of each group
+    per = queries // groups
+    grouped = [
+        head
+        for group in range(groups)
+        for head in (*range(group * per, (group + 1) * per), queries + group, queries + groups + group)
+    ]
     # Where the heads, as they are numbered one kind after the other, are stored
     places = sorted(range(heads), key=grouped.__getitem__) if by_groups else range(heads)
     wanted = apart if len(family.qkv) > 1 else [grouped if family.by_groups else range(heads)]
     return [_rows(tensor, [(places[head] * size, size) for head in part], file) for part in wanted]
-
-
-def _group(group: int, queries: int, groups: int) -> list[int]:
-    """The queries, the key and the value of a group, of heads that stand one kind after the other."""
-    per = queries // groups
-    return [*range(group * per, (group + 1) * per), queries + group, queries + groups + group]
 
 
 def _rows(tensor: StoredTensor, runs: Sequence[tuple[int, int]], file: Path) -> JoinedTensor:
@@ -251,14 +255,6 @@ def _rows(tensor: StoredTensor, runs: Sequence[tuple[int, int]], file: Path) -> 
         joined.append((first, count))
     length = tensor.spec.columns * tensor.spec.dtype.itemsize
     return _of_runs(tensor.spec, [(tensor.offset + first * length, count) for first, count in joined], file)
-
-
-def _joined(parts: Sequence[StoredTensor | None], file: Path) -> JoinedTensor | None:
-    """Tensors one below the other; None where one is missing, or they are not of one width and dtype."""
-    there = [part for part in parts if part]
-    if len(there) < len(parts) or len({(one.spec.shape[1:], one.spec.dtype) for one in there}) > 1:
-        return None
-    return _of_runs(there[0].spec, [(part.offset, part.spec.rows) for part in there], file)
 
 
 def _of_runs(spec: TensorSpec, runs: Sequence[tuple[int, int]], file: Path) -> JoinedTensor:

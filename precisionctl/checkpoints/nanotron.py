@@ -183,15 +183,14 @@ def _read_parts(directory: Path) -> dict[str, DcpTensor]:
         if len(counts) > 1 or len(found) != int(min(counts)):
             what = f"`{name}` has parts of ranks {sorted(rank for rank, _ in found)} of {' and '.join(sorted(counts))}"
             raise DamagedCheckpoint(what, where=directory, do=_COPY)
-    return {name: _whole(name, found, directory) for name, found in parts.items()}
-
-
-def _whole(name: str, parts: Sequence[DcpTensor], directory: Path) -> DcpTensor:
-    kinds = {(part.shape, part.dtype) for part in parts}
-    if len(kinds) > 1:
-        raise DamagedCheckpoint(f"`{name}` has parts of tensors of several shapes or dtypes", where=directory, do=_COPY)
-    ((shape, dtype),) = kinds
-    return DcpTensor(shape, dtype, tuple(piece for part in parts for piece in part.pieces))
+    whole: dict[str, DcpTensor] = {}
+    for name, of_name in parts.items():
+        if len({(part.shape, part.dtype) for part in of_name}) > 1:
+            what = f"`{name}` has parts of tensors of several shapes or dtypes"
+            raise DamagedCheckpoint(what, where=directory, do=_COPY)
+        pieces = tuple(piece for part in of_name for piece in part.pieces)
+        whole[name] = DcpTensor(of_name[0].shape, of_name[0].dtype, pieces)
+    return whole
 
 
 def _parts_of(path: Path) -> Iterator[DcpTensor]:
@@ -203,7 +202,8 @@ def _parts_of(path: Path) -> Iterator[DcpTensor]:
         whole = DcpPiece((0,) * len(spec.shape), spec.shape, Span(path, stored.offset, spec.nbytes), bare=True)
         yield DcpTensor(spec.shape, spec.dtype, (whole,))
         return
-    shape = _sizes(said)
+    sizes_said = [_SIZE.fullmatch(part.strip()) for part in said.strip("()").split(",") if part.strip()]
+    shape = tuple(int(match[1]) for match in sizes_said if match) if all(sizes_said) else ()
     if len(shape) != len(spec.shape) or not 0 < len(shape) < 3:
         raise ValueError(f"a part {spec.shape} of a tensor {shape}")
     row, length = 0, spec.columns * spec.dtype.itemsize
@@ -219,11 +219,6 @@ def _parts_of(path: Path) -> Iterator[DcpTensor]:
         row += sizes[0]
     if row != spec.rows:
         raise ValueError(f"{row} of {spec.rows} rows have a place")
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    matches = [_SIZE.fullmatch(part.strip()) for part in text.strip("()").split(",") if part.strip()]
-    return tuple(int(match[1]) for match in matches if match) if all(matches) else ()
 
 
 def _box(text: str, shape: tuple[int, ...]) -> list[tuple[int, int]]:

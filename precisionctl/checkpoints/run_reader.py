@@ -51,31 +51,25 @@ def run_of(reader: RunReader) -> TrainerRun:
         return reader.trainer_run
     assert of_megatron(reader)
     with damage("an optimizer that is not Megatron's", reader.path, DROP_OPTIMIZER):
-        step, group = _adam_of(reader)
-        if step is None:
+        optimizers = optimizer_settings(reader)
+        adam = next((one for one in optimizers if not _momentum_of(one)), {})  # the first of several
+        step, groups = step_and_groups(adam)
+        if adam and groups is None:
+            raise ValueError("no groups of parameters")
+        count = reader.iteration if step is None else step
+        if count is None:
             raise CheckpointError(NO_COUNT, where=reader.path, do=DROP_OPTIMIZER)
+
+        with_decay = (group for group in groups or () if group.get("wd_mult") != 0.0)
+        group = next(with_decay, groups[0] if groups else {})
         rates = {"initial_lr": group["max_lr"]} if "max_lr" in group else {}
         settings = adam_settings([stored_group({**group, **rates}, reader.path)], reader.path)
+
+        # the settings of a Muon beside Adam that are known to mean the same elsewhere
+        momentums = [momentum for one in optimizers if (momentum := _momentum_of(one))]
+        muon = muon_settings([ParameterGroup(momentums[0])], reader.path, ("momentum",)) if momentums else {}
         left = ("the schedule", "random generators")
-        return TrainerRun(count_of_updates(step, "a parameter", reader.path), settings, left, _muon_of(reader))
-
-
-def _adam_of(reader: MegatronReader) -> tuple[Any, Mapping[str, Any]]:
-    """Adam's count of updates, from where Megatron's optimizers keep it, and the group of parameters with weight decay
-    (of the first of several optimizers of this kind). Raises ValueError for an optimizer that is not Megatron's."""
-    found = next((one for one in optimizer_settings(reader) if not _momentum_of(one)), {})
-    step, groups = step_and_groups(found)
-    if found and groups is None:
-        raise ValueError("no groups of parameters")
-    groups = groups or [{}]
-    group = next((group for group in groups if group.get("wd_mult") != 0.0), groups[0])
-    return reader.iteration if step is None else step, group
-
-
-def _muon_of(reader: MegatronReader) -> Mapping[str, float]:
-    """The settings of a Muon beside Adam that are known to mean the same elsewhere; empty if there is none."""
-    found = [momentum for one in optimizer_settings(reader) if (momentum := _momentum_of(one))]
-    return muon_settings([ParameterGroup(found[0])], reader.path, ("momentum",)) if found else {}
+        return TrainerRun(count_of_updates(count, "a parameter", reader.path), settings, left, muon)
 
 
 def _momentum_of(optimizer: object) -> Mapping[str, Any]:

@@ -69,9 +69,13 @@ CONTAINER = Container(recognise, without_iterations(VerlReader), "model_world_si
 
 def _read(directory: Path) -> SavedStates:
     models = _rank_files(directory, "model")
-    states = [(path, _state_dict(path)) for path in models]
-    for rank, (path, state) in enumerate(states):
+    states: list[tuple[Path, Mapping[str, Any]]] = []
+    for rank, path in enumerate(models):
+        state = skeleton(path)
+        if not isinstance(state, dict) or not all(type(name) is str and name for name in state):
+            raise DamagedCheckpoint(_WHAT, where=path)
         _check_rank(state.values(), rank, path)
+        states.append((path, state))
     first = states[0][1]
     if any(state.keys() != first.keys() for _, state in states):
         raise DamagedCheckpoint("ranks have tensors of other names", where=directory, do="Is the copy whole?")
@@ -87,8 +91,13 @@ def _read(directory: Path) -> SavedStates:
     step = _STEP.fullmatch(own_name(above(directory)))
     files, left = [*models, *optimizers], ("the scheduler's counts",)
     saved = SavedStates(weights, files, int(step[1]) if step else None, left=left)
-    parameters = {name: weights[name].spec for name in _parameters(first)}
-    return _with_optimizer(saved, optimizers[: len(copy)], parameters) if optimizers else saved
+    if not optimizers:
+        return saved
+    # A tensor on the same bytes as an earlier one is tied to it, and a whole tensor among DTensors is a buffer
+    cut = {name: one.local for name, one in first.items() if isinstance(one, RankShard)}
+    located = {name: one for name, one in (cut or first).items() if isinstance(one, LocatedTensor)}
+    parameters = {name: weights[name].spec for name in dict.fromkeys(first_names(located).values())}
+    return _with_optimizer(saved, optimizers[: len(copy)], parameters)
 
 
 def _with_optimizer(saved: SavedStates, files: Sequence[Path], parameters: Mapping[str, TensorSpec]) -> SavedStates:
@@ -141,37 +150,17 @@ def _check_rank(values: Iterable[object], rank: int, path: Path) -> None:
         raise DamagedCheckpoint(f"a file that rank {other} saved", where=path, do="Copy the files of all ranks again.")
 
 
-def _state_dict(path: Path) -> Mapping[str, Any]:
-    found = skeleton(path)
-    if not isinstance(found, dict) or not all(type(name) is str and name for name in found):
-        raise DamagedCheckpoint(_WHAT, where=path)
-    return found
-
-
 def _ranks_of_a_copy(states: Sequence[Mapping[str, Any]]) -> int:
     """How many ranks together hold one copy of the model: as many as it takes until all rows of every tensor are
     there."""
     most = 1
     for name, one in states[0].items():
         if isinstance(one, RankShard) and one.cut:
-            rows = accumulate(_rows(state[name]) for state in states)
+            parts = (each.local if isinstance(each := state[name], RankShard) else None for state in states)
+            rows = accumulate(part.shape[0] if isinstance(part, LocatedTensor) and part.shape else 0 for part in parts)
             whole = (count for count, found in enumerate(rows, 1) if found >= one.shape[0])
             most = max(most, next(whole, len(states)))
     return most
-
-
-def _rows(one: object) -> int:
-    local = one.local if isinstance(one, RankShard) else None
-    return local.shape[0] if isinstance(local, LocatedTensor) and local.shape else 0
-
-
-def _parameters(state: Mapping[str, Any]) -> list[str]:
-    """The names of the parameters, in their order. A tensor on the same bytes as an earlier one is tied to it, and a
-    whole tensor among DTensors is a buffer; neither is a parameter."""
-    kind = RankShard if any(isinstance(one, RankShard) for one in state.values()) else LocatedTensor
-    local = {n: one.local if isinstance(one, RankShard) else one for n, one in state.items() if isinstance(one, kind)}
-    located = {name: one for name, one in local.items() if isinstance(one, LocatedTensor)}
-    return list(dict.fromkeys(first_names(located).values()))
 
 
 def _joined(parts: RankParts, name: str, shape: tuple[int, ...] | None = None) -> FlatTensor:

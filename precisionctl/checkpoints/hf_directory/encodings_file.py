@@ -236,8 +236,12 @@ def find(checkpoint: Path) -> WeightEncodings | None:
         )
     try:
         quantization = dict(fields["quantization_config"])
-        coded = any("packed" in entry for entry in fields["weights"].values())
-        packings = _packings(quantization) if coded else {}
+        # the packings that weights of a directory with this `quantization_config` may have, by their description
+        packings: dict[tuple[Any, ...], Packing] = {}
+        if any("packed" in entry for entry in fields["weights"].values()):
+            method = recognise({"quantization_config": quantization})
+            formats = method.read(quantization).formats if method else ()
+            packings = {tuple(_description(form.packing)): form.packing for form in formats if form.packing}
         weights = {name: _weight(entry, packings) for name, entry in fields["weights"].items()}
         scales = {
             name: _scales(name, entry, weights[name], stored.specs, path) for name, entry in fields["weights"].items()
@@ -253,14 +257,6 @@ def find(checkpoint: Path) -> WeightEncodings | None:
 
 def _description(packing: Packing) -> list[str | int | None]:
     return [packing.name, packing.element.name, NAMES[packing.word], packing.suffix, packing.block]
-
-
-def _packings(quantization: Mapping[str, Any]) -> dict[tuple[Any, ...], Packing]:
-    """The packings that weights of a directory with this `quantization_config` may have, by their description in the
-    file (`_description`)."""
-    method = recognise({"quantization_config": quantization})
-    formats = method.read(quantization).formats if method else ()
-    return {tuple(_description(form.packing)): form.packing for form in formats if form.packing}
 
 
 def _weight(fields: Mapping[str, Any], packings: Mapping[tuple[Any, ...], Packing]) -> TensorSpec:

@@ -112,11 +112,16 @@ def unindexed(directory: Path, file_format: WeightFileFormat) -> list[Path]:
 
 
 def read_stored(directory: Path, file_format: WeightFileFormat) -> dict[Path, dict[str, StoredTensor]]:
-    """The tensors of each file, as stored. Raises DamagedCheckpoint where index and files contradict each other."""
+    """The tensors of each file, as stored. Raises DamagedCheckpoint where index and files contradict each other, or
+    shards are missing."""
     weight_map = _weight_map(directory, file_format)
     files = sorted(set(weight_map.values())) or unindexed(directory, file_format)
-    if not weight_map:
-        _check_all_shards(files, directory)
+    if not weight_map:  # files that say that they are some of several
+        counts = Counter(match[1] for file in files if (match := re.search(r"-\d{5}-of-(\d{5})\.", file.name)))
+        for several, count in counts.items():
+            if count != int(several):
+                what = f"{count} of {int(several)} files of weights, and no index of them"
+                raise DamagedCheckpoint(what, where=directory, do="Download the others again.")
     found: dict[Path, dict[str, StoredTensor]] = {}
     for file in files:
         check_link(file, directory)
@@ -128,15 +133,6 @@ def read_stored(directory: Path, file_format: WeightFileFormat) -> dict[Path, di
             what = f"{file_format.index} says that `{name}` is in {file.name}, but it is not"
             raise DamagedCheckpoint(what, where=directory)
     return found
-
-
-def _check_all_shards(files: Sequence[Path], directory: Path) -> None:
-    """Raise DamagedCheckpoint for files that say that they are some of several, where the others are missing."""
-    counts = Counter(match[1] for file in files if (match := re.search(r"-\d{5}-of-(\d{5})\.", file.name)))
-    for several, count in counts.items():
-        if count != int(several):
-            what = f"{count} of {int(several)} files of weights, and no index of them"
-            raise DamagedCheckpoint(what, where=directory, do="Download the others again.")
 
 
 def places_in(files: Mapping[Path, Mapping[str, StoredTensor]]) -> Places:

@@ -7,7 +7,7 @@ So nothing here would miss the files of the last ranks; the sizes of the model d
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from precisionctl.checkpoints.hf_directory.huggingface_files import SAFETENSORS, file_format_of, unindexed
@@ -43,8 +43,16 @@ def read_pieces(directory: Path) -> Index:
     """
     found: dict[str, list[tuple[DType, DcpPiece]]] = {}
     for path in sorted(directory.glob(f"*{SAFETENSORS.suffix}")):
-        for name, dtype, piece in _pieces_of(path, directory):
-            found.setdefault(name, []).append((dtype, piece))
+        check_file(path, directory)
+        tensors, metadata = read_described(path)
+        places = saved_offsets(tensors, metadata, path)
+        if tensors and not places:
+            what = f"it says not of what its tensors are pieces ({OFFSETS}), as others here do"
+            raise DamagedCheckpoint(what, where=path, do="Remove what does not belong to the checkpoint.")
+        for name, stored in tensors.items():
+            span = Span(path, stored.offset, stored.spec.nbytes)
+            piece = DcpPiece(places[name], stored.spec.shape, span, bare=True)
+            found.setdefault(name, []).append((stored.spec.dtype, piece))
     return Index({name: _joined(name, pieces, directory) for name, pieces in found.items()}, {})
 
 
@@ -84,15 +92,3 @@ def _joined(name: str, pieces: Sequence[tuple[DType, DcpPiece]], directory: Path
         what = f"the pieces of `{name}` reach to {list(shape)}, and have {has} of those {math.prod(shape)} elements"
         raise DamagedCheckpoint(what, where=directory, do=_COPY)
     return DcpTensor(shape, dtype, tuple(apart.values()) or (first,))
-
-
-def _pieces_of(path: Path, directory: Path) -> Iterator[tuple[str, DType, DcpPiece]]:
-    check_file(path, directory)
-    tensors, metadata = read_described(path)
-    places = saved_offsets(tensors, metadata, path)
-    if tensors and not places:
-        what = f"it says not of what its tensors are pieces ({OFFSETS}), as others here do"
-        raise DamagedCheckpoint(what, where=path, do="Remove what does not belong to the checkpoint.")
-    for name, stored in tensors.items():
-        span = Span(path, stored.offset, stored.spec.nbytes)
-        yield name, stored.spec.dtype, DcpPiece(places[name], stored.spec.shape, span, bare=True)
