@@ -136,15 +136,6 @@ def parse_index(data: bytes, whole: Callable[[str], Span], path: Path) -> Index:
     `path` is for errors."""
     root = safe_pickle.loads(data, _ALLOWED, path)
     left = len(data)
-
-    def box(chunk: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Offsets and sizes of a piece. Two bytes are enough to give the pieces of one tensor to another, too."""
-        nonlocal left
-        left -= 1 + len(chunk.offsets) + len(chunk.sizes)
-        if left < 0:
-            raise ValueError("the same pieces over and over")
-        return sizes(chunk.offsets), sizes(chunk.sizes)
-
     with damage("not what PyTorch writes", path):
         infos = {}
         for index, info in root.storage_data.items():
@@ -155,8 +146,14 @@ def parse_index(data: bytes, whole: Callable[[str], Span], path: Path) -> Index:
             if isinstance(entry, _Object):
                 objects[key] = _span(infos[key, None], whole)
             else:
-                found = map(box, entry.chunks)
-                boxes = {(_hashed(offsets), _hashed(lengths)): (offsets, lengths) for offsets, lengths in found}
+                boxes: dict[tuple[bytes, bytes], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+                for chunk in entry.chunks:
+                    # Two bytes are enough to give the pieces of one tensor to another, too
+                    left -= 1 + len(chunk.offsets) + len(chunk.sizes)
+                    if left < 0:
+                        raise ValueError("the same pieces over and over")
+                    offsets, lengths = sizes(chunk.offsets), sizes(chunk.sizes)
+                    boxes[_hashed(offsets), _hashed(lengths)] = offsets, lengths
                 pieces = tuple(DcpPiece(*box, _span(infos[key, at], whole)) for (at, _), box in boxes.items())
                 value = entry.properties.args[0]
                 if not isinstance(value, DType):

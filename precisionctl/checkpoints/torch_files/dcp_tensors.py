@@ -43,7 +43,17 @@ class LogicalTensors:
     def chunks(self, name: str) -> Sequence[Chunk]:
         """Where the parts of a tensor are in their files. Raises DamagedCheckpoint where these say something else."""
         if name not in self._chunks:
-            self._chunks[name] = tuple(self._located(name))
+            spec, found = self.specs[name], list[Chunk]()
+            for part in self.tensors[name].parts:
+                piece, begin = part.piece, part.piece.span.offset
+                if not piece.bare:
+                    located = torch_zip.one_tensor(piece.span, name)
+                    if (located.dtype, located.shape) != (spec.dtype, piece.sizes):
+                        stored, wanted = f"{located.dtype} {list(located.shape)}", f"{spec.dtype} {list(piece.sizes)}"
+                        raise DamagedCheckpoint(f"{name}: a piece is {stored}, not {wanted}", where=piece.span)
+                    begin = located.offset
+                found.append(Chunk(part.box, piece.span.path, begin + part.start * spec.dtype.itemsize))
+            self._chunks[name] = tuple(found)
         return self._chunks[name]
 
     def spec_at(self, place: str | ComputedTensor) -> TensorSpec:
@@ -52,18 +62,6 @@ class LogicalTensors:
 
     def chunks_at(self, place: str | ComputedTensor) -> Sequence[Chunk]:
         return self.chunks(place) if isinstance(place, str) else [Chunk(whole(self.spec_at(place)), place)]
-
-    def _located(self, name: str) -> Iterator[Chunk]:
-        spec = self.specs[name]
-        for part in self.tensors[name].parts:
-            piece, begin = part.piece, part.piece.span.offset
-            if not piece.bare:
-                located = torch_zip.one_tensor(piece.span, name)
-                if (located.dtype, located.shape) != (spec.dtype, piece.sizes):
-                    found, wanted = f"{located.dtype} {list(located.shape)}", f"{spec.dtype} {list(piece.sizes)}"
-                    raise DamagedCheckpoint(f"{name}: a piece is {found}, not {wanted}", where=piece.span)
-                begin = located.offset
-            yield Chunk(part.box, piece.span.path, begin + part.start * spec.dtype.itemsize)
 
     @property
     def files(self) -> set[Path]:

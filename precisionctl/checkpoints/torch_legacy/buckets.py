@@ -37,7 +37,15 @@ def bucket_tensors(path: Path, stages: Sequence[Mapping[str, LocatedTensor]]) ->
         if not isinstance(buffers, dict) or buffers.get("buckets_coalesced") is not True:
             what = "its buckets are stored one by one, as before megatron-core 0.6" if isinstance(buffers, dict) else ""
             raise DamagedCheckpoint(what or "it holds no buffers", where=path, do=DROP_OPTIMIZER)
-        groups = _groups(stages, None if len(optimizers) == 1 else number == 1)
+        # the parameters of each buffer: those of one stage and dtype
+        only = None if len(optimizers) == 1 else number == 1  # experts, or all others
+        groups: list[dict[str, LocatedTensor]] = []
+        for stage in stages:
+            by_dtype: dict[DType, dict[str, LocatedTensor]] = {}
+            for name, tensor in stage.items():
+                if only in (None, expert_of(name) is not None):
+                    by_dtype.setdefault(tensor.dtype, {})[name] = tensor
+            groups += by_dtype.values()
         tables = {key: table for key, table in buffers.items() if type(key) is int}
         if sorted(tables) != list(range(len(groups))):
             raise DamagedCheckpoint(
@@ -45,19 +53,6 @@ def bucket_tensors(path: Path, stages: Sequence[Mapping[str, LocatedTensor]]) ->
             )
         for index, group in enumerate(groups):
             yield from _buffer(tables[index], group, path)
-
-
-def _groups(stages: Sequence[Mapping[str, LocatedTensor]], experts: bool | None) -> list[dict[str, LocatedTensor]]:
-    """The parameters of each buffer: those of one stage and dtype. `experts` restricts them to experts (True) or to
-    all others (False)."""
-    groups: list[dict[str, LocatedTensor]] = []
-    for stage in stages:
-        by_dtype: dict[DType, dict[str, LocatedTensor]] = {}
-        for name, tensor in stage.items():
-            if experts in (None, expert_of(name) is not None):
-                by_dtype.setdefault(tensor.dtype, {})[name] = tensor
-        groups += by_dtype.values()
-    return groups
 
 
 def _buffer(table: Any, group: Mapping[str, LocatedTensor], path: Path) -> Iterator[tuple[str, LocatedTensor]]:

@@ -38,7 +38,10 @@ def local_names(state: Mapping[str, Any], where: object, indexed: bool) -> dict[
     """
     found: dict[str, Any] = {}
     for name, value in flattened(state):
-        renamed = _before_core(name)
+        renamed = name
+        if name.startswith(("language_model.", "word_embeddings_for_head.")):
+            for pattern, new in _BEFORE_CORE:
+                renamed = pattern.sub(new, renamed, count=1) if pattern.match(renamed) else renamed
         if "local_experts" in renamed and (match := _SEQUENTIAL.fullmatch(renamed)):
             renamed = f"{match[1]}{match[3]}{match[2]}"
         if renamed.endswith(_GROUPED):
@@ -73,14 +76,6 @@ _BEFORE_CORE = tuple(
 def is_before_core(state: Mapping[str, Any]) -> bool:
     """Whether a state dict has the names from before Megatron-Core."""
     return "language_model" in state
-
-
-def _before_core(name: str) -> str:
-    if not name.startswith(("language_model.", "word_embeddings_for_head.")):
-        return name
-    for pattern, new in _BEFORE_CORE:
-        name = pattern.sub(new, name, count=1) if pattern.match(name) else name
-    return name
 
 
 def count_layers(names: Iterable[str]) -> int:

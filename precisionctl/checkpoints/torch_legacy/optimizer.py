@@ -94,7 +94,10 @@ def optimizer_state(
         for name, blank in found.items()
         if not name.endswith(NO_PARAMETERS)
     ]
-    groups, step = _settings(settings)
+    # common data are one optimizer's, or a dict of several by number
+    known_step, known_groups = step_and_groups(settings.get(0, settings) if isinstance(settings, dict) else None)
+    groups = known_groups or []
+    step = float(known_step) if isinstance(known_step, int | float) or is_tensor(known_step) else None
     if not apart:
         return _optimizer_of(parameters, tensors, groups, step, experts=False)
     dense = [entry for entry in parameters if expert_of(entry[1]) is None]
@@ -135,13 +138,6 @@ def _optimizer_of(
             states[number] |= found
     inner: dict[str, object] = {"state": states, "param_groups": groups}
     return {"optimizer": inner, "fp32_from_fp16_params": masters} if any(masters) else inner
-
-
-def _settings(settings: object) -> tuple[Sequence[Mapping[str, Any]], float | None]:
-    """The parameter groups and the number of updates in `optimizer` of common data, which is one optimizer's, or a
-    dict of several by number."""
-    step, groups = step_and_groups(settings.get(0, settings) if isinstance(settings, dict) else None)
-    return groups or [], float(step) if isinstance(step, int | float) or is_tensor(step) else None
 
 
 def _is_undecayed(name: str, shape: Sequence[int]) -> bool:

@@ -78,13 +78,23 @@ def read_ranks(path: Path) -> tuple[Parallelism, list[Rank]]:
     Raises DamagedCheckpoint where a directory is missing or surplus or a file cannot be read, UnsafePickle for one that
     asks for anything but Megatron's classes.
     """
-    numbers = {entry.name: _NAME.fullmatch(entry.name) for entry in path.iterdir() if entry.is_dir()}
-    found = {name: tuple(int(n) for n in match.groups() if n) for name, match in numbers.items() if match}
+    matches = {entry.name: _NAME.fullmatch(entry.name) for entry in path.iterdir() if entry.is_dir()}
+    found = {name: tuple(int(n) for n in match.groups() if n) for name, match in matches.items() if match}
     first = min(found)
     content = _content(path / first / FILE)
-    sizes = _sizes(arguments(content), found, path)
+    args = arguments(content)
+    tensor = 1 + max(numbers[0] for numbers in found.values())
+    pipeline, expert = (_size(args, f"{kind}_model_parallel_size", path) for kind in ("pipeline", "expert"))
+    virtual = _size(args, "virtual_pipeline_model_parallel_size", path)
+    of_experts = _size(args, "expert_tensor_parallel_size", path, tensor)
+    saved = _size(args, "tensor_model_parallel_size", path, tensor)
+    if tensor != saved:
+        what = f"directories of {tensor} tensor-parallel ranks, its arguments say {saved}"
+        raise DamagedCheckpoint(what, where=path, do="Copy the checkpoint again, from every machine that saved.")
+    sizes = Parallelism(tensor, pipeline, virtual, expert, None if of_experts == tensor else of_experts)
     if sizes.ranks > _MOST_RANKS:
         raise DamagedCheckpoint(f"its arguments ask for more ranks than there are: {sizes}", where=path / first)
+
     expected = {rank_directory(*place, sizes): place for place in places(sizes)}
     missing = sorted(expected.keys() - found.keys())
     if missing:
@@ -113,19 +123,6 @@ def _content(path: Path) -> Mapping[str, Any]:
     if not isinstance(content, dict):
         raise DamagedCheckpoint("it holds no table", where=path)
     return content
-
-
-def _sizes(args: Mapping[str, Any], found: Mapping[str, tuple[int, ...]], path: Path) -> Parallelism:
-    """The sizes of the run, from Megatron's arguments; the tensor size must be that of the directories' names."""
-    tensor = 1 + max(numbers[0] for numbers in found.values())
-    pipeline, expert = (_size(args, f"{kind}_model_parallel_size", path) for kind in ("pipeline", "expert"))
-    virtual = _size(args, "virtual_pipeline_model_parallel_size", path)
-    of_experts = _size(args, "expert_tensor_parallel_size", path, tensor)
-    saved = _size(args, "tensor_model_parallel_size", path, tensor)
-    if tensor != saved:
-        what = f"directories of {tensor} tensor-parallel ranks, its arguments say {saved}"
-        raise DamagedCheckpoint(what, where=path, do="Copy the checkpoint again, from every machine that saved.")
-    return Parallelism(tensor, pipeline, virtual, expert, None if of_experts == tensor else of_experts)
 
 
 def _size(args: Mapping[str, Any], name: str, path: Path, default: int = 1) -> int:

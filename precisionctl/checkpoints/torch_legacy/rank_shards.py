@@ -97,22 +97,16 @@ def assembled(
 
 
 def check_replicas(name: str, tensor: ShardedTensor) -> None:
-    """Raise DamagedCheckpoint where replicas do not hold the same bytes. Reads them all."""
-    for replicas in tensor.shards:
-        for other in replicas[1:]:
-            if not _equal(replicas[0], other):
-                raise DamagedCheckpoint(
-                    f"`{name}` is not the same as in {replicas[0].rank.path.parent.name}",
-                    where=other.rank.path,
-                    do="Ranks that hold the same tensor must agree. Do these files belong to one checkpoint?",
-                )
-
-
-def _equal(a: Shard, b: Shard) -> bool:
-    """Whether two shards of one shape hold the same bytes, a megabyte at a time."""
-    spec = TensorSpec((a.tensor.nbytes,), DType.uint8)
-    one, other = (StoredTensors({"": (each.rank.path, StoredTensor(spec, each.tensor.offset))}) for each in (a, b))
-    return all(
-        np.array_equal(read_bytes(one, "", start, count), read_bytes(other, "", start, count))
-        for start, count in in_pieces(0, spec.rows, 1, SMALL)
-    )
+    """Raise DamagedCheckpoint where replicas do not hold the same bytes. Reads them all, a megabyte at a time."""
+    for first, *others in tensor.shards:
+        spec = TensorSpec((first.tensor.nbytes,), DType.uint8)
+        stored = StoredTensors({"": (first.rank.path, StoredTensor(spec, first.tensor.offset))})
+        for other in others:
+            replica = StoredTensors({"": (other.rank.path, StoredTensor(spec, other.tensor.offset))})
+            for start, count in in_pieces(0, spec.rows, 1, SMALL):
+                if not np.array_equal(read_bytes(stored, "", start, count), read_bytes(replica, "", start, count)):
+                    raise DamagedCheckpoint(
+                        f"`{name}` is not the same as in {first.rank.path.parent.name}",
+                        where=other.rank.path,
+                        do="Ranks that hold the same tensor must agree. Do these files belong to one checkpoint?",
+                    )

@@ -107,7 +107,13 @@ class LegacyReader(MegatronReader):
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
         self._fp8: Fp8Weights = {}
         self._stages = list(self._numbered())
-        self._shards = gathered(self._located(), self.parallelism)
+        located = (
+            (rank, name, contiguous(value, name, rank.path))
+            for rank, entries in self._stages
+            for name, value in entries.items()
+            if "_extra_state" not in name
+        )
+        self._shards = gathered(located, self.parallelism)
         if self._tied and self.parallelism.pipeline > 1:
             _join_tied(self._shards, OUTPUT, EMBEDDING)
         self._tensors = assembled(self._shards, self.parallelism, self._parallel)
@@ -152,39 +158,24 @@ class LegacyReader(MegatronReader):
             raise DamagedCheckpoint(what, where=self.path, do="Is the copy whole?")
         counts = [layers[stage].pop() for stage in order]
         if self.args.get(ENCODED):
-            counts = self._counts_said(counts)
+            # A search may leave a layer without parameters: layers are distributed evenly, or with another number on
+            # the first or last stage
+            first, last = (self.args.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
+            with damage("arguments that do not say how many layers are in each stage", self.path):
+                sizes = replace(self.parallelism, first_layers=first, last_layers=last)
+                said = sizes.layers_of_stages(self.args["num_layers"])
+                if sum(said) != self.args["num_layers"] or any(map(operator.lt, said, counts)):
+                    raise ValueError(said)
+            counts = said
         for rank, chunks in stages:
             for index, chunk in enumerate(chunks):
-                first = sum(counts[: index * self.parallelism.pipeline + rank.pipeline])
-                expert = rank.expert * count_experts(chunk)
-                yield (
-                    rank,
-                    {
-                        renumbered(name, first, expert): (
-                            codes_of(value, rank.path, self._fp8) if isinstance(value, LocatedFp8Weight) else value
-                        )
-                        for name, value in chunk.items()
-                    },
-                )
-
-    def _counts_said(self, counts: Sequence[int]) -> list[int]:
-        """The number of layers in each stage, of which so many have parameters, as a search may leave a layer without
-        any: even, or with another number on the first or last stage. Raises DamagedCheckpoint where that is not it."""
-        first, last = (self.args.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
-        what = "arguments that do not say how many layers are in each stage"
-        with damage(what, self.path):
-            layers = self.args["num_layers"]
-            said = replace(self.parallelism, first_layers=first, last_layers=last).layers_of_stages(layers)
-            if sum(said) != layers or any(map(operator.lt, said, counts)):
-                raise ValueError(said)
-        return said
-
-    def _located(self) -> Iterator[tuple[Rank, str, LocatedTensor]]:
-        for rank, entries in self._stages:
-            for name, value in entries.items():
-                if "_extra_state" in name:
-                    continue
-                yield rank, name, contiguous(value, name, rank.path)
+                first_layer = sum(counts[: index * self.parallelism.pipeline + rank.pipeline])
+                first_expert = rank.expert * count_experts(chunk)
+                entries: dict[str, Any] = {}
+                for name, value in chunk.items():
+                    found = codes_of(value, rank.path, self._fp8) if isinstance(value, LocatedFp8Weight) else value
+                    entries[renumbered(name, first_layer, first_expert)] = found
+                yield rank, entries
 
     @property
     def _tied(self) -> bool:
@@ -254,18 +245,15 @@ class LegacyReader(MegatronReader):
                 return TWICE_GATED_ROWS if "in_proj" in name else ROWS
             return replace(ROWS, parts=cut.in_proj_parts if "in_proj" in name else cut.conv_parts)
         if name.endswith("linear_qkv.weight") and self.args.get(HEAD_WISE_GATE):
-            return replace(ROWS, parts=self._parts_with_gates(name, shard))
+            # Rows of groups, then of gates: as many of the latter as linear_proj reads heads
+            with damage("heads with gates, and no linear_proj or kv_channels says how many", self.path):
+                read = self._shards[name.replace("linear_qkv", "linear_proj")][0][0].tensor.shape[1]
+                gates = read // int(self.args["kv_channels"])
+                return replace(ROWS, parts=(shard.shape[0] - gates, gates))
         # If the first linear of an MLP has gate and up, it has twice as many rows as the second has columns
         shapes = [self._shards[weight][0][0].tensor.shape for weight in fc_weights(name) if weight in self._shards]
         matrices = len(shapes) == 2 and all(len(shape) == 2 for shape in shapes)
         return parallel_of(name, gated=matrices and shapes[0][0] == 2 * shapes[1][1])
-
-    def _parts_with_gates(self, name: str, shard: LocatedTensor) -> tuple[int, int]:
-        """Rows of groups and of gates in a shard: as many of the latter as linear_proj reads heads."""
-        with damage("heads with gates, and no linear_proj or kv_channels says how many", self.path):
-            proj = self._shards[name.replace("linear_qkv", "linear_proj")]
-            heads = proj[0][0].tensor.shape[1] // int(self.args["kv_channels"])
-            return shard.shape[0] - heads, heads
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         if name in self.towers.specs:
@@ -274,19 +262,18 @@ class LegacyReader(MegatronReader):
             tensor = self._tensors.get(name) or self._optimizer[name]
             if tensor.spec.nbytes <= SMALL or name == EMBEDDING:
                 check_replicas(name, tensor)
-            chosen = [replicas[0] for replicas in tensor.shards]
-            self._chunks[name] = tuple(self._boxes(name, tensor.spec, chosen))
+            version = self._first.get("checkpoint_version", 0)
+            reordered = is_before_core(self._ranks[0].chunks[0]) and name.endswith(_QKV) and version in (0, 1.0)
+            found = list[Chunk]()
+            for (shard, *_), boxes in zip(tensor.shards, shard_boxes(tensor.spec, len(tensor.shards)), strict=True):
+                offset = shard.tensor.offset
+                for box in boxes:
+                    found += (
+                        self._qkv_boxes(box, shard, version) if reordered else [Chunk(box, shard.rank.path, offset)]
+                    )
+                    offset += box.elements * tensor.spec.dtype.itemsize
+            self._chunks[name] = tuple(found)
         return self._chunks[name]
-
-    def _boxes(self, name: str, spec: TensorSpec, shards: Sequence[Shard]) -> Iterator[Chunk]:
-        """Where the boxes of a tensor are in these ranks' shards."""
-        version = self._first.get("checkpoint_version", 0)
-        reordered = is_before_core(self._ranks[0].chunks[0]) and name.endswith(_QKV) and version in (0, 1.0)
-        for shard, boxes in zip(shards, shard_boxes(spec, len(shards)), strict=True):
-            offset = shard.tensor.offset
-            for box in boxes:
-                yield from self._qkv_boxes(box, shard, version) if reordered else [Chunk(box, shard.rank.path, offset)]
-                offset += box.elements * spec.dtype.itemsize
 
     def _qkv_boxes(self, box: Box, shard: Shard, version: float) -> Iterator[Chunk]:
         """A box of QKV rows whose order in the rank's shard is [3, heads, channels] (checkpoint version 0) or

@@ -94,7 +94,13 @@ class LegacyWriter:
                 do="Megatron's torch format takes only expert tensor sizes that divide the tensor size; "
                 "use torch_dist.",
             )
-        _check_optimizer(specs)
+        kinds = {name: kind for name in specs if (kind := kind_and_parameter(name)[0])}
+        if other := [name for name, kind in kinds.items() if kind not in ("param", *MOMENTS)]:
+            # Muon has a `momentum_buffer` in a second optimizer beside Adam
+            raise MappingError(
+                f"`{other[0]}` is not Adam's: how Megatron's torch format stores it is not known here",
+                do="Write torch_dist, which keeps it by name, or leave the optimizer behind with --drop-optimizer.",
+            )
         of_place: dict[tuple[int, int], _TensorRanks] = {}
         for tensor, stage, expert in places(parallelism):
             new = _TensorRanks(stage, expert, [{} for _ in range(parallelism.virtual)])
@@ -111,7 +117,11 @@ class LegacyWriter:
         placed: dict[str, list[tuple[_TensorRanks, Blank]]] = {name: [] for name in self.specs}
         for name, spec in self.specs.items():
             kind, parameter = kind_and_parameter(name)
-            shape = _shape(spec, cut_for(parameter, self._sizes))
+            size, shape = cut_for(parameter, self._sizes), spec.shape
+            if size > 1 and spec.parallel.kind == "columns":
+                shape = (spec.rows, spec.columns // size)
+            elif size > 1 and spec.parallel.kind == "rows":
+                shape = (spec.rows // size, *spec.shape[1:])
             for ranks, stage, local in self._holders(parameter):
                 blank = Blank(spec.dtype, shape)
                 if kind:
@@ -216,23 +226,3 @@ class LegacyWriter:
             for holder, stage, local in self._holders(name):
                 found[holder][stage, local] = states[holder.expert].get(name, torch_zip_writer.EMPTY)
         return found
-
-
-def _shape(spec: TensorSpec, size: int) -> tuple[int, ...]:
-    """The shape of what each of `size` tensor-parallel ranks has of a tensor."""
-    if size == 1 or spec.parallel.kind == "replicated":
-        return spec.shape
-    if spec.parallel.kind == "columns":
-        return (spec.rows, spec.columns // size)
-    return (spec.rows // size, *spec.shape[1:])
-
-
-def _check_optimizer(specs: Mapping[str, TensorSpec]) -> None:
-    """Raise MappingError for another optimizer than Adam. Muon has a `momentum_buffer` in a second optimizer beside
-    Adam; how Megatron stores that in this format is not known here."""
-    other = [name for name in specs if (kind := kind_and_parameter(name)[0]) and kind not in ("param", *MOMENTS)]
-    if other:
-        raise MappingError(
-            f"`{other[0]}` is not Adam's: how Megatron's torch format stores it is not known here",
-            do="Write torch_dist, which keeps it by name, or leave the optimizer behind with --drop-optimizer.",
-        )
