@@ -26,7 +26,8 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.other_trainers.numbered_optimizer import names_by_number
 from precisionctl.checkpoints.torch_files import dcp_metadata
 from precisionctl.checkpoints.torch_files.dcp_metadata import DcpPiece, DcpTensor, Index
-from precisionctl.checkpoints.torch_files.torch_zip import Span
+from precisionctl.checkpoints.torch_files.torch_zip import LocatedTensor, Span
+from precisionctl.checkpoints.torch_legacy.optimizer import optimizer_tensors
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, RecipeError, ShapeMismatch, UnknownArchitecture, most_alike
 from precisionctl.recipe import load_recipe
@@ -158,6 +159,15 @@ def test_layers_of_an_adapter_that_have_one_hash(tmp_path: Path) -> None:
     with soon():
         modules = read_lora_config(tmp_path).modules
     assert "model.layers.0.q_proj" in modules and "model.layers.1.q_proj" not in modules
+
+
+def test_an_optimizer_of_many_groups_that_no_parameter_is_of() -> None:
+    """Megatron's `torch` container. A pickle repeats a group with two bytes."""
+    biases = {f"decoder.layers.{n}.mlp.linear_fc1.bias": LocatedTensor(DType.float32, (8,), 0) for n in range(50)}
+    groups = [{"params": [], "is_expert_parallel": True}] * 3000
+    content = {"optimizer": {"state": {0: {}}, "param_groups": groups}}
+    with soon():
+        assert list(optimizer_tensors(content, [biases], Path("model_optim_rng.pt"))) == []
 
 
 def test_parameters_under_numbers() -> None:

@@ -53,14 +53,26 @@ def optimizer_tensors(
     parameters = {name: tensor for stage in stages for name, tensor in stage.items()}
     optimizers = list(_optimizers(content, path))
     groups = [(inner, group, masters) for inner, all_masters in optimizers for group, masters in all_masters]
+    # Whether a group is of experts (where they have an optimizer of their own), has no weight decay, and has a learning
+    # rate of its own. Of a parameter each counts only if some group is set apart by it
     classes = [
         (bool(group.get("is_expert_parallel")), group.get("wd_mult") == 0.0, bool(group.get("is_decoupled_lr")))
         for _, group, _ in groups
     ]
+    experts_apart, undecayed_apart, decoupled_apart = (any(one[at] for one in classes) for at in range(3))
+    by_class: dict[tuple[bool, bool, bool], list[str]] = {}
+    for name, tensor in parameters.items():
+        its_class = (
+            experts_apart and expert_of(name) is not None,
+            undecayed_apart and _is_undecayed(name, tensor.shape),
+            decoupled_apart and name.endswith(_DECOUPLED),
+        )
+        by_class.setdefault(its_class, []).append(name)
+
     for (inner, group, masters), its_class in zip(groups, classes, strict=True):
         if not inner.get("state"):
             continue
-        names = [name for name in parameters if _class_of(name, parameters[name], classes) == its_class]
+        names = by_class.get(its_class, [])
         numbers = group.get("params", [])
         if len(names) != len(numbers) or (masters is not None and len(masters) != len(names)):
             what = f"an optimizer's group of {len(numbers)} parameters, where the model has {len(names)} such"
@@ -160,17 +172,3 @@ def _optimizers(content: Mapping[str, Any], path: Path) -> Iterator[tuple[Mappin
         if masters is not None and (not isinstance(masters, list) or len(masters) != len(groups)):
             raise DamagedCheckpoint("its optimizer has not as many groups as FP32 masters", where=path)
         yield inner, list(zip(groups, masters or [None] * len(groups), strict=True))
-
-
-_Class = tuple[bool, bool, bool]
-"""Whether a group of parameters is of experts (where they have an optimizer of their own), has no weight decay, and has
-a learning rate of its own."""
-
-
-def _class_of(name: str, parameter: LocatedTensor, classes: Sequence[_Class]) -> _Class:
-    """The class that a parameter belongs to. A property counts only if some group is set apart by it."""
-    return (
-        expert_of(name) is not None and any(expert for expert, _, _ in classes),
-        _is_undecayed(name, parameter.shape) and any(without for _, without, _ in classes),
-        name.endswith(_DECOUPLED) and any(own for _, _, own in classes),
-    )
