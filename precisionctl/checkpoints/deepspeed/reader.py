@@ -20,23 +20,19 @@ LATEST = ("latest", "latest_universal")
 def step_directory(path: Path, iteration: int | None = None) -> Path | None:
     """The directory with a checkpoint's files: in `path` that of `iteration`, its own or a universal one; without one
     `path` itself, or in it the directory that `latest` names. None if there is none."""
-    names: list[str | None]
+    names = list[str]()
     if iteration is not None:
         names = [f"global_step{iteration}", f"global_step{iteration}_universal"]
     elif has_model_states(path) or is_universal(path):
         return path
     else:
-        names = [_latest(path, name) for name in LATEST]
-    folders = [path / name for name in names if name]
+        for file in LATEST:
+            if has_file(path / file, path):
+                name = read_file(path / file, path, most=1 << 12).decode(errors="replace").strip()
+                if name and Path(name).name == name:  # else it names something outside the folder
+                    names.append(name)
+    folders = [path / name for name in names]
     return next((one for one in folders if has_model_states(one) or is_universal(one)), None)
-
-
-def _latest(path: Path, file: str) -> str | None:
-    """The name in a file `latest`; None without such a file, or if it names something outside the folder."""
-    if not has_file(path / file, path):
-        return None
-    name = read_file(path / file, path, most=1 << 12).decode(errors="replace").strip()
-    return name if name and Path(name).name == name else None
 
 
 def recognise(path: Path) -> bool:

@@ -74,8 +74,17 @@ def read_universal(directory: Path) -> SavedStates:
     updates = _updates(trained, optimizer, directory)
     base = optimizer.get(BASE_OPTIMIZER_STATE)
     groups = plain_groups((base if isinstance(base, dict) else optimizer).get("param_groups"))
-    lost = _why_lost(moments, updates)
-    kept = moments if any(moments.values()) and not lost else {}
+
+    unread = list[str]()
+    first, second = moments.values()
+    if in_part := first.keys() ^ second.keys():  # one without both is a tied copy, or the family's table refuses it
+        unread.append(f"moments, which `{min(in_part)}` lacks in part")
+    elif first and updates is None:
+        unread.append("moments, as nothing says how many updates made them, or parameters differ in it")
+    kept = moments if first and not unread else {}
+    known = {f"{kind}.pt" for kind in (FP32, *MOMENTS, "step")}
+    if extra := {one.name for folder in folders for one in folder.iterdir() if one.name not in known}:
+        unread.append(f"{shown(sorted(extra))} of its parameters")
     stored = {FP32: masters, **moments}
     return SavedStates(
         states.with_shared(weights) if states else weights,
@@ -84,7 +93,7 @@ def read_universal(directory: Path) -> SavedStates:
         moments=kept,
         updates=updates if kept else None,
         groups=[stored_group(group, settings) for group in groups],
-        unsupported_state=" and ".join(filter(None, (lost, _others(folders)))),
+        unsupported_state=" and ".join(unread),
     )
 
 
@@ -102,23 +111,6 @@ def _check_frozen(
         if has_file(folder / f"{MOMENTS[0]}.pt", directory):
             what = "a parameter that the model's states say is frozen has moments"
             raise DamagedCheckpoint(what, where=folder, do="Copy the checkpoint again.")
-
-
-def _why_lost(moments: Mapping[str, Mapping[str, FlatTensor]], updates: int | None) -> str:
-    """In words, moments that are of no use; empty if they are, or if there are none."""
-    first, second = moments.values()
-    if in_part := first.keys() ^ second.keys():  # one without both is a tied copy, or the family's table refuses it
-        return f"moments, which `{min(in_part)}` lacks in part"
-    if first and updates is None:
-        return "moments, as nothing says how many updates made them, or parameters differ in it"
-    return ""
-
-
-def _others(folders: Sequence[Path]) -> str:
-    """In words, files of parameters that are not read."""
-    known = {f"{kind}.pt" for kind in (FP32, *MOMENTS, "step")}
-    extra = {one.name for folder in folders for one in folder.iterdir() if one.name not in known}
-    return f"{shown(sorted(extra))} of its parameters" if extra else ""
 
 
 def _tensor(path: Path, directory: Path, shape: tuple[int, ...] | None) -> FlatTensor:

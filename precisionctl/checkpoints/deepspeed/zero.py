@@ -15,7 +15,7 @@ and model states, which list the parameters and their shapes in the order of the
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,10 @@ def read_zero(directory: Path) -> SavedStates:
         return _without_zero(states)
     contents = [_RankStates(path) for path in optimizer]
     ranks = len(contents)
-    stage = contents[0].stage
-    if any(rank.stage != stage for rank in contents) or any(count not in (None, ranks) for count in _counts(contents)):
+    stage, said_ranks = contents[0].stage, list[Any]()
+    for rank in contents:
+        said_ranks += rank.said_ranks if isinstance(rank.said_ranks, list) else [rank.said_ranks]
+    if any(rank.stage != stage for rank in contents) or any(count not in (None, ranks) for count in said_ranks):
         what = f"files of {counted(ranks, 'rank')}, which say {shown(contents[0].said_ranks)} ranks and ZeRO {stage}"
         raise DamagedCheckpoint(what, where=directory, do="Is the copy whole?")
     found: dict[str, dict[str, FlatTensor]] = {}
@@ -153,11 +155,6 @@ class _RankStates:
         return counts_of_updates(self._states, self.groups, self.path)
 
 
-def _counts(contents: Iterable[_RankStates]) -> Iterable[Any]:
-    for rank in contents:
-        yield from rank.said_ranks if isinstance(rank.said_ranks, list) else [rank.said_ranks]
-
-
 def _joined(contents: Sequence[_RankStates], kind: str, states: ModelStates, where: Path) -> dict[str, FlatTensor]:
     """ZeRO 1 and 2: each group's parameters one after the other, over all ranks."""
     found: dict[str, FlatTensor] = {}
@@ -170,7 +167,12 @@ def _joined(contents: Sequence[_RankStates], kind: str, states: ModelStates, whe
             if longer < count or (longer > count and rank is not contents[-1]):
                 raise DamagedCheckpoint(f"{kind} of {longer} elements for {count} masters", where=rank.path)
         whole = EndToEnd([(rank.path, rank.flat[kind][group]) for rank in contents], counts)
-        paddings, start = _paddings(contents[0], group, len(shapes)), 0
+        paddings, start, first = [0] * len(shapes), 0, contents[0]
+        if first.paddings is not None:
+            with damage(WHAT, first.path):
+                paddings = [number(one, first.path) for one in first.paddings[group]]
+                if len(paddings) != len(shapes):
+                    raise ValueError(f"{len(paddings)} paddings for {len(shapes)} parameters")
         for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
             found[name] = FlatTensor(TensorSpec(shape, contents[0].dtype(kind)), FlatSlice(whole, start))
             start += math.prod(shape) + padding
@@ -179,16 +181,6 @@ def _joined(contents: Sequence[_RankStates], kind: str, states: ModelStates, whe
             what = f"the ranks have {whole.count} elements of group {group}, its parameters {start}"
             raise DamagedCheckpoint(what, where=where, do="Is the copy whole?")
     return found
-
-
-def _paddings(rank: _RankStates, group: int, count: int) -> tuple[int, ...]:
-    if rank.paddings is None:
-        return (0,) * count
-    with damage(WHAT, rank.path):
-        found = tuple(number(one, rank.path) for one in rank.paddings[group])
-        if len(found) != count:
-            raise ValueError(f"{len(found)} paddings for {count} parameters")
-        return found
 
 
 def _dealt(contents: Sequence[_RankStates], kind: str, states: ModelStates, where: Path) -> dict[str, FlatTensor]:
@@ -207,13 +199,6 @@ def _dealt(contents: Sequence[_RankStates], kind: str, states: ModelStates, wher
         what = f"a rank has {ranks[0].count} elements, the model's parameters would have {start}"
         raise DamagedCheckpoint(what, where=where, do="Is the copy whole?")
     return found
-
-
-def _updates_of(group: Mapping[str, Any], states: Mapping[int, Mapping[str, Any]], path: Path) -> set[int]:
-    """AdamW's counts of updates of a group of several parameters. FusedAdam counts in the last one that has a gradient,
-    for all of the group; the others' stay at the 0 that the group has, too (`step` in ops/adam/fused_adam.py)."""
-    counts = [number(states[index]["step"], path) for index in group["params"] if index in states]
-    return set(counts[-1:] if group.get("step") == 0 and not any(counts[:-1]) else counts)
 
 
 def _without_zero(states: ModelStates) -> SavedStates:
@@ -253,7 +238,14 @@ def _without_zero(states: ModelStates) -> SavedStates:
             for name, tensor in tensors.items():
                 if tensor.spec.shape != stored[name].spec.shape:
                     raise DamagedCheckpoint(f"{kind} of `{name}` is not of its shape", where=path)
-        updates = set[int]().union(*(_updates_of(group, inner["state"], path) for group in groups))
+        updates = set[int]()
+        for group in groups:
+            counts = [
+                number(inner["state"][index]["step"], path) for index in group["params"] if index in inner["state"]
+            ]
+            # FusedAdam counts in the last one that has a gradient, for all of the group; the others' stay at the 0 that
+            # the group has, too (`step` in ops/adam/fused_adam.py)
+            updates |= set(counts[-1:] if group.get("step") == 0 and not any(counts[:-1]) else counts)
     if len(updates) > 1:
         return replace(saved, unsupported_state=different_counts(updates))
     masters = found.pop(_PARAM)

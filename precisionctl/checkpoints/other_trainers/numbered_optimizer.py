@@ -210,7 +210,11 @@ class NumberedOptimizer:
                 held: dict[Any, tuple[str, ...]] = parameters_by_name(shapes, self.parameters, self.path)
             else:
                 held = parameters_by_number(groups, shapes, self.parameters, self.behind, self.path)
-            return states, held, [self._group(one, held) for one in groups]
+            found = list[ParameterGroup]()
+            for group in groups:
+                names = [name for index in group["params"] for name in held.get(index, ())]
+                found.append(stored_group(group, self.path, {name: self.parameters[name].shape for name in names}))
+            return states, held, found
 
     def _shape(self, index: object, state: Mapping[str, Any]) -> tuple[int, ...]:
         """The shape of a parameter, which all of its moments have. Raises CheckpointError for moments of another kind
@@ -226,10 +230,6 @@ class NumberedOptimizer:
             what = f"the optimizer's state of parameter {shown(index)} is not of its shape"
             raise CheckpointError(what, where=self.path, do=DROP_OPTIMIZER)
         return shape
-
-    def _group(self, stored: Mapping[str, Any], held: Mapping[Any, tuple[str, ...]]) -> ParameterGroup:
-        names = [name for index in stored["params"] for name in held.get(index, ())]
-        return stored_group(stored, self.path, {name: self.parameters[name].shape for name in names})
 
     @cached_property
     def _tensors(self) -> Mapping[str, LocatedTensor]:
