@@ -269,7 +269,7 @@ def rows_held(place: Chunked, name: str) -> list[range]:
 def _read(chunk: Chunk, part: Box, into: Bytes) -> None:
     window = into if into.flags.c_contiguous else np.empty(into.shape, np.uint8)
     try:
-        _transfer(chunk, part, window, _read_some, os.O_RDONLY)
+        _transfer(chunk, part, window, write=False)
     except OSError as error:
         raise CheckpointError(
             f"not readable: {error.strerror}",
@@ -284,7 +284,7 @@ def write_rows(target: Chunked, name: str, row: int, values: Tensor | Bytes) -> 
     """Write `[rows, width]` values, of the target's dtype, at row `row`; or their bytes, `[rows, width * itemsize]`."""
     for chunk, part, window in _windows(target, name, row, values):
         if isinstance(chunk.place, Path):
-            _transfer(chunk, part, np.ascontiguousarray(window), _write_some, os.O_WRONLY)
+            _transfer(chunk, part, np.ascontiguousarray(window), write=True)
         else:
             _held(chunk, part).copy_(torch.from_numpy(window).view(target.specs[name].dtype.torch))
 
@@ -352,33 +352,25 @@ def _held(chunk: Chunk, part: Box) -> Tensor:
     return flat[row : row + part.rows, column : column + part.columns]
 
 
-def _read_some(file: int, into: memoryview, at: int) -> int:
-    return os.preadv(file, [into], at)
-
-
-def _write_some(file: int, data: memoryview, at: int) -> int:
-    return os.pwrite(file, data[:_WRITTEN_AT_ONCE], at)
-
-
 _WRITTEN_AT_ONCE = 1 << 20
 """Bytes in one call that writes. Linux takes memory for its cache in blocks of up to that size, and larger ones are
 faster: 2.4 GB took 2.1 s, by 128 KB 2.4 s. But blocks of 2 MB or more are what a virtual machine gives back to its host
 while they are free: where much was free, 2.4 GB took 1.8 s, by 4 MB 3.6 s."""
 
 
-def _transfer(chunk: Chunk, part: Box, window: Bytes, call: Callable[[int, memoryview, int], int], flags: int) -> None:
-    """Read or write `part` of a file's chunk; `window` is contiguous. One call if it is contiguous in the file, too,
-    else one for each row."""
+def _transfer(chunk: Chunk, part: Box, window: Bytes, *, write: bool) -> None:
+    """Write `part` of a file's chunk, or read it into `window`, which is contiguous. At once if it is contiguous in the
+    file, too, else row by row."""
     itemsize = window.shape[1] // part.columns
     pitch = chunk.box.columns * itemsize
     offset = chunk.offset + (part.row - chunk.box.row) * pitch + (part.column - chunk.box.column) * itemsize
     runs = [window] if part.columns == chunk.box.columns else list(window)
-    file = os.open(chunk.place, flags)  # type: ignore[arg-type]
+    file = os.open(chunk.place, os.O_WRONLY if write else os.O_RDONLY)  # type: ignore[arg-type]
     try:
         for index, run in enumerate(runs):
             data, at = run.data.cast("B"), offset + index * pitch
             while data:  # a call may transfer less than it is asked for
-                done = call(file, data, at)
+                done = os.pwrite(file, data[:_WRITTEN_AT_ONCE], at) if write else os.preadv(file, [data], at)
                 if done == 0:
                     if whole_length(chunk.place):  # type: ignore[arg-type]
                         what = "its values are needed, and only the header of this file was downloaded"

@@ -49,18 +49,6 @@ class Foreign:
         raise UnknownFormat(self.what + beside, where=path, do=do)
 
 
-def check_tensors(reader: Reader, path: Path) -> None:
-    """Raise UnknownFormat for a checkpoint that its tensor names show to be in a format that is not read."""
-    for foreign in TENSORS:
-        foreign.check(reader, path)
-
-
-def check_unread(path: Path) -> None:
-    """Raise UnknownFormat for a path that no Reader recognises but one of UNREAD does."""
-    for foreign in UNREAD:
-        foreign.check(path, path)
-
-
 _THEN = "copy config.json and the tokenizer's files to OUT, and give OUT"
 
 

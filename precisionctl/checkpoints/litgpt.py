@@ -162,7 +162,16 @@ def _otherwise(model: ModelShape, path: Path) -> list[str]:
         another.append(_said("vocab_size", tokens, model.vocab_size))
     notes = list[str]()
     if "rope_adjustments" in said:
-        theirs, scaling = _scaling(said, where), mapping_or_empty(used(model)["rope_scaling"])
+        if not isinstance(stored := said["rope_adjustments"] or {}, dict):
+            raise DamagedCheckpoint("its rope_adjustments are no settings", where=where)
+        # in Hugging Face's words; positions that LitGPT divides are a linear scaling
+        ratio = said.get("rope_condense_ratio")
+        numbers = dict(stored) if ratio in (None, 1) else {"factor": ratio}
+        if "original_max_seq_len" in numbers:
+            numbers["original_max_position_embeddings"] = numbers.pop("original_max_seq_len")
+        kind = next((kind for number, kind in _KINDS_OF_SCALING.items() if number in numbers), None)
+        theirs: Mapping[str, Any] = {"rope_type": kind, **numbers} if kind else {}
+        scaling = mapping_or_empty(used(model)["rope_scaling"])
         keys = [key for key in theirs or scaling if theirs.get(key) != scaling.get(key)]
         # LitGPT computes Phi-4-mini without its scaling, as it has none of that kind
         known = not scaling or scaling["rope_type"] in _KINDS_OF_SCALING.values()
@@ -177,18 +186,6 @@ def _otherwise(model: ModelShape, path: Path) -> list[str]:
 
 def _said(key: str, theirs: object, ours: object) -> str:
     return f"{key} is {shown(theirs)} ({shown(ours)} by config.json)"
-
-
-def _scaling(said: Mapping[str, Any], where: Path) -> Mapping[str, Any]:
-    """The rotary scaling of model_config.yaml in Hugging Face's words; empty for none. Positions that LitGPT divides
-    are a linear one."""
-    if not isinstance(stored := said["rope_adjustments"] or {}, dict):
-        raise DamagedCheckpoint("its rope_adjustments are no settings", where=where)
-    found = dict(stored) if said.get("rope_condense_ratio") in (None, 1) else {"factor": said["rope_condense_ratio"]}
-    if "original_max_seq_len" in found:
-        found["original_max_position_embeddings"] = found.pop("original_max_seq_len")
-    kind = next((kind for number, kind in _KINDS_OF_SCALING.items() if number in found), None)
-    return {"rope_type": kind, **found} if kind else {}
 
 
 def _placed(

@@ -41,7 +41,25 @@ def _open(path: Path, hints: Hints) -> AdapterReader:
             "convert ADAPTER OUT --to hf --reference MODEL`. If they are, the model without these two files is all.",
         )
     base = open_base(path, hints, "mlx-lm")
-    config, file = _read_config(path), path / MLX_FILE
+
+    said = read_json(path / FILE, path)
+    kind = said.get("fine_tune_type", "lora")
+    if kind not in ("lora", "dora"):
+        what = f"fine_tune_type is {shown(kind)}; only lora and dora are read"
+        raise MappingError(what, where=path / FILE, do=_FUSE)
+    table = said.get("lora_parameters")
+    settings: Mapping[str, Any] = table if isinstance(table, Mapping) else {}
+    rank: Any = settings.get("rank")
+    scale: Any = settings.get("scale")
+    known = type(rank) is int and type(scale) in (int, float) and 0 < rank < 1 << 31
+    if not (known and abs(scale) * rank < LARGEST_ALPHA):
+        what = f"lora_parameters has the rank {shown(rank)} and the scale {shown(scale)}"
+        raise DamagedCheckpoint(what, where=path / FILE)
+    model = said.get("model")
+    base_name = model if isinstance(model, str) else None
+    config = LoraConfig(rank, scale * rank, dora=kind == "dora", base=base_name)
+
+    file = path / MLX_FILE
     check_file(file, path)
     with at(file):
         if not is_known(base.model):
@@ -49,25 +67,6 @@ def _open(path: Path, hints: Hints) -> AdapterReader:
             raise MappingError(f"{what} as published files do", do=_FUSE)
         stored = StoredTensors({name: (file, one) for name, one in SAFETENSORS.read(file).items()})
         return AdapterReader(path, base, config, _MlxFactors(stored, base), (file, path / FILE))
-
-
-def _read_config(directory: Path) -> LoraConfig:
-    """Raises MappingError for other kinds of fine-tuning, DamagedCheckpoint for settings that are none."""
-    path = directory / FILE
-    config = read_json(path, directory)
-    kind = config.get("fine_tune_type", "lora")
-    if kind not in ("lora", "dora"):
-        what = f"fine_tune_type is {shown(kind)}; only lora and dora are read"
-        raise MappingError(what, where=path, do=_FUSE)
-    said: Any = config.get("lora_parameters")
-    rank: Any
-    scale: Any
-    rank, scale = (said.get(key) if isinstance(said, Mapping) else None for key in ("rank", "scale"))
-    known = type(rank) is int and type(scale) in (int, float) and 0 < rank < 1 << 31
-    if not (known and abs(scale) * rank < LARGEST_ALPHA):
-        raise DamagedCheckpoint(f"lora_parameters has the rank {shown(rank)} and the scale {shown(scale)}", where=path)
-    base = name if isinstance(name := config.get("model"), str) else None
-    return LoraConfig(rank, scale * rank, dora=kind == "dora", base=base)
 
 
 class _MlxFactors:

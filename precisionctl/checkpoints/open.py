@@ -31,11 +31,13 @@ def open_checkpoint(path: Path, iteration: int | None = None, hints: Hints = NO_
     if container is None and hints.companions and huggingface.has_weight_files(path):
         container = huggingface.CONTAINER  # with the config.json of the reference
     if container is None:
-        foreign.check_unread(path)
+        for unread in foreign.UNREAD:
+            unread.check(path, path)
         advice = _advice(path, containers, wanted)
         raise UnknownFormat("there is no checkpoint in a known format", where=path, do=advice)
     reader = container.open(path, iteration, hints)
-    foreign.check_tensors(reader, path)
+    for shown_by_tensors in foreign.TENSORS:
+        shown_by_tensors.check(reader, path)
     _log.info("%s: %s, %d tensors in %d files", path, reader.container, len(reader.specs), len(reader.files))
     return reader
 

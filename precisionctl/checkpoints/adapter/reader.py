@@ -90,7 +90,18 @@ class AdapterReader:
         in_file = {called: name for name, called in in_memory.items()}
         self._set_changes(self._sorted(in_file), in_file)
         check_touched(base.model, base.specs, {*self.changes, *self.replaced})
-        self.specs: Mapping[str, TensorSpec] = {name: self._spec(name) for name in (*base.specs, *self.replaced)}
+        self.specs: dict[str, TensorSpec] = {}
+        for name in (*base.specs, *self.replaced):  # the base's shape and dtype, BF16 where it has codes
+            mine = stored.specs[self.replaced[name]] if name in self.replaced else None
+            of = self._tied.get(name, name)
+            before = base.specs.get(of)
+            if mine and before and mine.shape != before.shape:
+                raise _other_shape(self.replaced[name], mine, f"`{name}`, which it replaces, is {list(before.shape)}")
+            if before is None:
+                assert mine is not None, "either has it"
+                self.specs[name] = mine
+            else:
+                self.specs[name] = TensorSpec(before.shape, DType.bfloat16) if of in base.encodings else before
 
     def notes(self) -> Iterator[str]:
         if isinstance(self.base, OfNotes):
@@ -154,18 +165,6 @@ class AdapterReader:
         if change is None and name not in encodings and stored.specs[replaced or name].dtype == spec.dtype:
             return stored.chunks(replaced or name)
         return [Chunk(whole(spec), Merged(stored, encodings, replaced or name, spec, change, self._factors))]
-
-    def _spec(self, name: str) -> TensorSpec:
-        """Shape and dtype of a merged tensor: the base's, BF16 where that has codes."""
-        mine = self._stored.specs[self.replaced[name]] if name in self.replaced else None
-        of = self._tied.get(name, name)
-        before = self.base.specs.get(of)
-        if before is None:
-            assert mine is not None, "either has it"
-            return mine
-        if mine and mine.shape != before.shape:
-            raise _other_shape(self.replaced[name], mine, f"`{name}`, which it replaces, is {list(before.shape)}")
-        return TensorSpec(before.shape, DType.bfloat16) if of in self.base.encodings else before
 
     def _sorted(self, in_file: Mapping[str, str]) -> dict[str, dict[str, str]]:
         """Find out what each tensor of the adapter is: set `replaced`, and return the factors of each module that it

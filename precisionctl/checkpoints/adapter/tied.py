@@ -31,7 +31,7 @@ def tied_embeddings(model: ModelShape, stored: Collection[str]) -> Mapping[str, 
 
 def check_known(model: ModelShape, adapted: Iterable[str]) -> None:
     """Raise MappingError for `ensure_weight_tying` of a model without a table, if an embedding is adapted."""
-    if isinstance(model, UntabledModel) and any(map(_EMBEDDING.fullmatch, adapted)):
+    if isinstance(model, UntabledModel) and any(map(is_embedding, adapted)):
         raise MappingError("ensure_weight_tying is read for the families that have a table alone", do=_NOT_BY_PEFT)
 
 
@@ -57,7 +57,7 @@ def check_touched(model: ModelShape, stored: Collection[str], touched: Collectio
     """Raise MappingError if an adapter changes only one of two tied tensors, embedding and output layer: the merged
     model would need both, and the base stores one."""
     if isinstance(model, UntabledModel):
-        ends = [name for name in touched if _EMBEDDING.fullmatch(name)]
+        ends = [name for name in touched if is_embedding(name)]
         apart = len(ends) == 1 and model.config.get("tie_word_embeddings") is not False
     else:
         apart = any((of in touched) != (hf in touched) for hf, of in tied_embeddings(model, stored).items())

@@ -42,35 +42,41 @@ def read_shards(files: Sequence[Path], hidden_size: int) -> Places:
         if differing := sorted(shard.keys() ^ shards[0].keys()):
             what = f"`{differing[0]}` is in one of {files[0].name} and {file.name}, and not in the other"
             raise DamagedCheckpoint(what, where=files[0].parent, do=_AGAIN)
-    return {
-        name: (files[0], _joined(name, files, [shard[name] for shard in shards], hidden_size)) for name in shards[0]
-    }
-
-
-def _joined(name: str, files: Sequence[Path], parts: Sequence[StoredTensor], hidden_size: int) -> StoredTensor:
-    spec = parts[0].spec
-    if unequal := [file.name for file, part in zip(files, parts, strict=True) if part.spec != spec]:
-        what = f"`{name}` is {list(spec.shape)} {spec.dtype} in {files[0].name}, and something else in {unequal[0]}"
-        raise DamagedCheckpoint(what, where=files[0].parent, do=_AGAIN)
-    if len(parts) == 1:
-        return parts[0]
-    if _IN_EVERY_FILE.fullmatch(name):
-        if spec.nbytes > _LARGEST_COPY:
-            raise DamagedCheckpoint(f"`{name}` has {spec.nbytes} bytes, and every file has all of it", where=files[0])
-        copies = list[bytes]()
-        for file, part in zip(files, parts, strict=True):
-            with open(file, "rb") as opened:
-                opened.seek(part.offset)
-                copies.append(opened.read(spec.nbytes))
-        if other := [file.name for file, copy in zip(files, copies, strict=True) if copy != copies[0]]:
-            what = f"`{name}` is not the same in {files[0].name} and {other[0]}"
+    places: Places = {}
+    for name, first in shards[0].items():
+        parts, spec = [shard[name] for shard in shards], first.spec
+        if unequal := [file.name for file, part in zip(files, parts, strict=True) if part.spec != spec]:
+            what = f"`{name}` is {list(spec.shape)} {spec.dtype} in {files[0].name}, and something else in {unequal[0]}"
             raise DamagedCheckpoint(what, where=files[0].parent, do=_AGAIN)
-        return parts[0]
-    if len(spec.shape) != 2:
-        raise DamagedCheckpoint(f"`{name}` is {list(spec.shape)}, no part of a matrix", where=files[0], do=_AGAIN)
-    beside = bool(_SIDE_BY_SIDE.fullmatch(name)) or (name == EMBEDDING and spec.columns != hidden_size)
-    (rows, columns), count = spec.shape, len(parts)
-    whole = TensorSpec((rows, columns * count) if beside else (rows * count, columns), spec.dtype)
-    boxes = [Box(0, rows, at * columns, columns) if beside else Box(at * rows, rows, 0, columns) for at in range(count)]
-    chunks = (Chunk(box, file, part.offset) for box, file, part in zip(boxes, files, parts, strict=True))
-    return JoinedTensor(whole, parts[0].offset, tuple(chunks))
+        if len(parts) == 1:
+            places[name] = files[0], first
+        elif _IN_EVERY_FILE.fullmatch(name):
+            _check_equal(name, files, parts)
+            places[name] = files[0], first
+        elif len(spec.shape) != 2:
+            raise DamagedCheckpoint(f"`{name}` is {list(spec.shape)}, no part of a matrix", where=files[0], do=_AGAIN)
+        else:
+            beside = bool(_SIDE_BY_SIDE.fullmatch(name)) or (name == EMBEDDING and spec.columns != hidden_size)
+            (rows, columns), count = spec.shape, len(parts)
+            whole = TensorSpec((rows, columns * count) if beside else (rows * count, columns), spec.dtype)
+            boxes = (
+                Box(0, rows, at * columns, columns) if beside else Box(at * rows, rows, 0, columns)
+                for at in range(count)
+            )
+            chunks = (Chunk(box, file, part.offset) for box, file, part in zip(boxes, files, parts, strict=True))
+            places[name] = files[0], JoinedTensor(whole, first.offset, tuple(chunks))
+    return places
+
+
+def _check_equal(name: str, files: Sequence[Path], parts: Sequence[StoredTensor]) -> None:
+    """Raise DamagedCheckpoint unless all files have the same norm."""
+    if (length := parts[0].spec.nbytes) > _LARGEST_COPY:
+        raise DamagedCheckpoint(f"`{name}` has {length} bytes, and every file has all of it", where=files[0])
+    copies = list[bytes]()
+    for file, part in zip(files, parts, strict=True):
+        with open(file, "rb") as opened:
+            opened.seek(part.offset)
+            copies.append(opened.read(length))
+    if other := [file.name for file, copy in zip(files, copies, strict=True) if copy != copies[0]]:
+        what = f"`{name}` is not the same in {files[0].name} and {other[0]}"
+        raise DamagedCheckpoint(what, where=files[0].parent, do=_AGAIN)

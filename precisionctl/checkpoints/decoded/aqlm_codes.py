@@ -31,10 +31,23 @@ class AqlmCodes(DecodedWeights):
 
     def _find(self, quantization: Mapping[str, Any]) -> None:
         modules = self._modules_with(*_KINDS)
-        self.shapes = {f"{module}.weight": self._shape(module) for module in modules}
+        shapes: dict[str, tuple[int, int]] = {}
+        for module in modules:
+            self._check_alone(f"{module}.weight", f"{module}.codes")
+            codes, books = (self._present(f"{module}.{kind}") for kind in _KINDS[:2])
+            fits = len(codes.shape) == 3 and len(books.shape) == 4 and 0 not in (*codes.shape, *books.shape)
+            fits = fits and codes.dtype in _WORDS and books.dtype in FLOATS and codes.shape[2] == books.shape[0]
+            size = books.shape[1] if fits else 0
+            if not fits or size & size - 1 or size.bit_length() > _WORDS[codes.dtype] + 1:
+                there = f"{codes.stored_dtype} of shape {shown(codes.shape)}, beside codebooks in {books.stored_dtype}"
+                raise self._damaged(f"{module}.codes", f"{module}.codes is {there} of shape {shown(books.shape)}")
+            self._check_small(f"{module}.codebooks")
+            self._check(f"{module}.scales", (codes.rows, 1, 1, 1), books.dtype)
+            shapes[f"{module}.weight"] = codes.rows * books.shape[2], codes.shape[1] * books.shape[3]
+        self.shapes = shapes
         self.read = {f"{module}.{kind}" for module in modules for kind in _KINDS}
-        books = {self._stored.specs[f"{module}.codebooks"].shape[:2] for module in modules}
-        self.kinds = {f"{count}x{size.bit_length() - 1}-bit codes" for count, size in books}
+        sizes = {self._stored.specs[f"{module}.codebooks"].shape[:2] for module in modules}
+        self.kinds = {f"{count}x{size.bit_length() - 1}-bit codes" for count, size in sizes}
 
     def _values(self, name: str, row: int, rows: int) -> tuple[Tensor, str]:
         module = name.removesuffix(".weight")
@@ -56,17 +69,3 @@ class AqlmCodes(DecodedWeights):
         """A module's codebooks, FP32."""
         shape = self._stored.specs[f"{module}.codebooks"].shape
         return read_tensor(self._stored, f"{module}.codebooks").float().view(shape)
-
-    def _shape(self, module: str) -> tuple[int, int]:
-        """The shape of a weight, `[out, in]`. Raises DamagedCheckpoint for tensors that are no codes of it."""
-        self._check_alone(f"{module}.weight", f"{module}.codes")
-        codes, books = (self._present(f"{module}.{kind}") for kind in _KINDS[:2])
-        fits = len(codes.shape) == 3 and len(books.shape) == 4 and 0 not in (*codes.shape, *books.shape)
-        fits = fits and codes.dtype in _WORDS and books.dtype in FLOATS and codes.shape[2] == books.shape[0]
-        size = books.shape[1] if fits else 0
-        if not fits or size & size - 1 or size.bit_length() > _WORDS[codes.dtype] + 1:
-            there = f"{codes.stored_dtype} of shape {shown(codes.shape)}, beside codebooks in {books.stored_dtype}"
-            raise self._damaged(f"{module}.codes", f"{module}.codes is {there} of shape {shown(books.shape)}")
-        self._check_small(f"{module}.codebooks")
-        self._check(f"{module}.scales", (codes.rows, 1, 1, 1), books.dtype)
-        return codes.rows * books.shape[2], codes.shape[1] * books.shape[3]

@@ -97,8 +97,7 @@ class BitsAndBytesCodes(DecodedWeights):
                 continue
             if weight in self._states:
                 raise self._damaged(name, f"{weight} has two quant_states")
-            self._states[weight] = state = self._state(name, table)
-            self._check_four_bits(weight, state)
+            self._states[weight] = state = self._state(name, weight, table)
             self.read |= {name, *(f"{weight}.{part}" for part in state.parts)}
         scales = [name for name in specs if name.endswith(".SCB")]
         self._rows_of_int8 = {f"{name.removesuffix('SCB')}weight": name for name in scales}
@@ -172,8 +171,9 @@ class BitsAndBytesCodes(DecodedWeights):
             raise self._unread(what)
         return torch.stack([table.repeat_interleave(16), table.repeat(16)], 1), nested
 
-    def _state(self, name: str, table: str) -> _State:
-        """What a `quant_state` says, checked."""
+    def _state(self, name: str, weight: str, table: str) -> _State:
+        """What a `quant_state` says of a weight, checked. Raises DamagedCheckpoint for what makes no sense, and for
+        tensors that do not fit it."""
         spec = self._stored.specs[name]
         if spec.dtype != DType.uint8 or len(spec.shape) != 1 or spec.rows > _LONGEST_STATE:
             what = (
@@ -195,20 +195,19 @@ class BitsAndBytesCodes(DecodedWeights):
                 raise ValueError(f"nested_offset {shown(offset)}")
             if table not in _TABLES:
                 raise ValueError(f"a table {shown(table)}")
-            return _State(table, shape, said["blocksize"], DType(said["dtype"]), block, float(offset))
+            state = _State(table, shape, said["blocksize"], DType(said["dtype"]), block, float(offset))
 
-    def _text(self, name: str) -> bytes:
-        """The bytes of a tensor of text."""
-        return read_bytes(self._stored, name, 0, self._stored.specs[name].rows).tobytes()
-
-    def _check_four_bits(self, weight: str, state: _State) -> None:
-        """Raise DamagedCheckpoint for tensors that do not fit their quant_state."""
         codes = self._present(weight)
         if len(codes.shape) != 2 or codes.columns != 1 or codes.nbytes != -(-state.codes // 2):
             what = f"{weight} is {codes.stored_dtype} of shape {shown(codes.shape)}, for codes of {shown(state.shape)}"
             raise self._damaged(weight, what)
         for part, (count, dtype) in state.parts.items():
             self._check(f"{weight}.{part}", (count,), dtype)
-        if not state.nested_block and f"{weight}.nested_absmax" in self._stored.specs:
+        if not nested and f"{weight}.nested_absmax" in self._stored.specs:
             what = f"{weight}.nested_absmax is beside absmaxes that are no codes"
             raise self._damaged(f"{weight}.nested_absmax", what)
+        return state
+
+    def _text(self, name: str) -> bytes:
+        """The bytes of a tensor of text."""
+        return read_bytes(self._stored, name, 0, self._stored.specs[name].rows).tobytes()

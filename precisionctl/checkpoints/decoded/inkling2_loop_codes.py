@@ -75,23 +75,25 @@ class Inkling2LoopCodes(DecodedWeights):
     """The experts of an Inkling 2 Mini."""
 
     def _find(self, quantization: Mapping[str, Any]) -> None:
+        self._weights: dict[str, _ExpertCodes] = {}
+        self.read = set[str]()
         experts = Counter(match[1] for match in map(_SCALE.fullmatch, self._stored.specs) if match)
         for stack, count in experts.items():
-            names = _factors(stack)
-            if self._stored.specs.keys().isdisjoint(names):
-                continue  # no NVFP4
-            for name, shapes in zip(names, (((count,),), ((), (1,), (count,))), strict=True):
-                spec = self._present(name)
-                if spec.shape not in shapes or spec.dtype not in FLOATS:
-                    what = f"{name} is {spec.stored_dtype} of shape {list(spec.shape)}, for {count} experts"
-                    raise self._damaged(name, what)
-        each = ((stack, expert) for stack, count in experts.items() for expert in range(count))
-        self._weights = {f"{stack}[{expert}]": self._coded(stack, expert) for stack, expert in each}
-        found = self._weights.values()
+            factors, kind = _factors(stack), _MXFP8
+            if not self._stored.specs.keys().isdisjoint(factors):
+                kind = _NVFP4
+                for name, shapes in zip(factors, (((count,),), ((), (1,), (count,))), strict=True):
+                    spec = self._present(name)
+                    if spec.shape not in shapes or spec.dtype not in FLOATS:
+                        what = f"{name} is {spec.stored_dtype} of shape {list(spec.shape)}, for {count} experts"
+                        raise self._damaged(name, what)
+                self.read |= {*factors}
+            for expert in range(count):
+                coded = self._coded(stack, expert, kind)
+                self._weights[f"{stack}[{expert}]"] = coded
+                self.read.add(coded.scale)
         self.shapes = {name: coded.shape for name, coded in self._weights.items()}
-        self.read = {coded.scale for coded in found}
-        self.read |= {name for coded in found if coded.kind is _NVFP4 for name in _factors(coded.stack)}
-        self.kinds = {coded.kind.words for coded in found}
+        self.kinds = {coded.kind.words for coded in self._weights.values()}
 
     def _values(self, name: str, row: int, rows: int) -> tuple[Tensor, str]:
         coded = self._weights[name]
@@ -108,9 +110,8 @@ class Inkling2LoopCodes(DecodedWeights):
         factor = amax[coded.expert] / denominator[coded.expert if len(denominator) > 1 else 0]
         return values.mul_(factor), coded.scale
 
-    def _coded(self, stack: str, expert: int) -> _ExpertCodes:
+    def _coded(self, stack: str, expert: int, kind: _Kind) -> _ExpertCodes:
         """One of a stack. Raises DamagedCheckpoint for codes or scales of another shape or dtype than they have."""
-        kind = _MXFP8 if self._stored.specs.keys().isdisjoint(_factors(stack)) else _NVFP4
         name = f"{stack}[{expert}]"
         codes = self._present(name)
         found = _ExpertCodes(stack, expert, kind, (codes.rows, kind.in_byte * codes.columns))

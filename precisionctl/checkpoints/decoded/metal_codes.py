@@ -40,7 +40,21 @@ class MetalCodes(DecodedWeights):
         names = {name.rpartition(".")[0] for name in specs if name.endswith((".scales", ".qbiases"))}
         words = (name for name, spec in specs.items() if name.endswith(".weight") and spec.dtype == DType.uint32)
         modules = sorted(names | {name.removesuffix(".weight") for name in words})
-        self.shapes = {f"{module}.weight": self._shape(module, group) for module in modules}
+        shapes: dict[str, tuple[int, int]] = {}
+        for module in modules:
+            codes, scales = self._present(f"{module}.weight"), self._present(f"{module}.scales")
+            columns = codes.columns * 32 // self._bits
+            fits = codes.dtype == DType.uint32 and len(codes.shape) == 2 and all(codes.shape) and not columns % group
+            if not fits or scales.dtype not in FLOATS:
+                what = (
+                    f"{module}.weight is {codes.stored_dtype} of shape {shown(codes.shape)}, beside scales in "
+                    f"{scales.stored_dtype}: no codes of {self._bits} bits in groups of {group}"
+                )
+                raise self._damaged(f"{module}.weight", what)
+            for kind in ("scales", "qbiases"):
+                self._check(f"{module}.{kind}", (codes.rows, columns // group), scales.dtype)
+            shapes[f"{module}.weight"] = codes.rows, columns
+        self.shapes = shapes
         self.read = {f"{module}.{kind}" for module in modules for kind in ("weight", "scales", "qbiases")}
         self.kinds = {f"{self._bits}-bit integers"}
 
@@ -49,18 +63,3 @@ class MetalCodes(DecodedWeights):
         codes, scales, biases = (read_rows(self._stored, each, row, rows) for each in (name, scales_at, biases_at))
         values = affine_values(codes.view(torch.uint8), self._bits, scales.float(), biases.float())
         return values.to(scales.dtype), scales_at
-
-    def _shape(self, module: str, group: int) -> tuple[int, int]:
-        """The shape of a weight, `[out, in]`. Raises DamagedCheckpoint for tensors that are no codes of it."""
-        codes, scales = self._present(f"{module}.weight"), self._present(f"{module}.scales")
-        columns = codes.columns * 32 // self._bits
-        fits = codes.dtype == DType.uint32 and len(codes.shape) == 2 and all(codes.shape) and not columns % group
-        if not fits or scales.dtype not in FLOATS:
-            what = (
-                f"{module}.weight is {codes.stored_dtype} of shape {shown(codes.shape)}, beside scales in "
-                f"{scales.stored_dtype}: no codes of {self._bits} bits in groups of {group}"
-            )
-            raise self._damaged(f"{module}.weight", what)
-        for kind in ("scales", "qbiases"):
-            self._check(f"{module}.{kind}", (codes.rows, columns // group), scales.dtype)
-        return codes.rows, columns

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.chunks import read_rows, read_tensor
 from precisionctl.checkpoints.decoded.base import DecodedWeights
-from precisionctl.checkpoints.decoded.mlx_parts import NormPlusOne, OfHeads, WeightPart, shape_of, weights_in_parts
+from precisionctl.checkpoints.decoded.mlx_parts import NormPlusOne, OfHeads, WeightPart, weights_in_parts
 from precisionctl.codes.elements import Cast
 from precisionctl.codes.group_scales import NVFP4_LARGEST
 from precisionctl.codes.mlx_groups import (
@@ -101,8 +101,11 @@ class MlxCodes(DecodedWeights):
                     what = f"{name} is {specs[name].stored_dtype}, no part of a weight"
                     raise self._damaged(name, what)
             self.read |= {part.name for part in parts}
-        self.shapes = {name: shape for name, shape in coded.items() if name not in self.read}
-        self.shapes |= {name: shape_of(parts) for name, parts in self._made.items()}
+        self.shapes: dict[str, tuple[int, ...]] = {
+            name: shape for name, shape in coded.items() if name not in self.read
+        }
+        for name, parts in self._made.items():
+            self.shapes[name] = (sum(part.of_weight[0] for part in parts), *parts[0].of_weight[1:])
         for name, spec in specs.items():
             if name.endswith(".weight") and spec.dtype == DType.uint32 and name not in self._formats:
                 self._present(f"{name.removesuffix('weight')}scales")

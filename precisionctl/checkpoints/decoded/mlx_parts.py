@@ -69,10 +69,6 @@ def weights_in_parts(shapes: Mapping[str, tuple[int, ...]], where: object) -> di
     return made
 
 
-def shape_of(parts: list[WeightPart]) -> tuple[int, ...]:
-    return (sum(part.of_weight[0] for part in parts), *parts[0].of_weight[1:])
-
-
 @dataclass(frozen=True)
 class OfHeads(Cast):
     """Each head's rows of keys, turned, and of values, as codes of their own groups or, without, in BF16."""

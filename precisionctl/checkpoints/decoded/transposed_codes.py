@@ -152,10 +152,8 @@ class TransposedCodes(DecodedWeights):
         columns = slice(first, first + rows)
         scales = self._columns(module, "scales", columns, 1).t().float().contiguous()
         zeros = self._zeros(module, columns).t().float().contiguous()
-        if self._last and self._last.weight == name:
-            order = self._last.order
-        else:
-            order = self._order(module)
+        known = self._last if self._last and self._last.weight == name else None
+        order = known.order if known else self._order(module)
         if self._words.awq:
             by_input = _in_awq_order(self._columns(module, "qweight", columns, module.in_word))
             codes = nibbles.pack(by_input.t().contiguous())

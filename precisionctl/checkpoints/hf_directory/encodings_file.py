@@ -184,11 +184,27 @@ def write(directory: Path, encodings: WeightEncodings) -> None:
     a time."""
     path = directory / RELATIVE
     path.parent.mkdir(parents=True, exist_ok=True)
+    weights: dict[str, dict[str, Any]] = {}
+    for name, weight in encodings.weights.items():
+        scales = encodings.scales[name]
+        weights[name] = {
+            "codes": NAMES[weight.dtype],
+            "shape": weight.shape,
+            "block": scales.block,
+            "scale_inv": scales.weight,
+            "input_scale_inv": scales.input,
+        }
+        if packing := weight.packing:
+            weights[name]["packed"] = _description(packing)
+            weights[name]["global_scale"] = [scales.global_scale, scales.divides]
+            weights[name] |= {"zero_points": scales.zero_points, "weight_shape": scales.shape}
+            if scales.input_zero_point is not None:
+                weights[name]["input_zero_point"] = scales.input_zero_point
     metadata = {
         "format_version": FORMAT_VERSION,
         "quantization_config": encodings.quantization,
         "files": {name: data.decode() for name, data in encodings.files.items()},
-        "weights": {name: _described(spec, encodings.scales[name]) for name, spec in encodings.weights.items()},
+        "weights": weights,
     }
     if encodings.of_weights is not None:
         metadata["of_weights"] = encodings.of_weights
@@ -200,23 +216,6 @@ def write(directory: Path, encodings: WeightEncodings) -> None:
             file.seek(offsets[name])
             file.write(read_tensor(encodings.stored, name).reshape(-1).view(torch.uint8).numpy().tobytes())
     sync(path)
-
-
-def _described(weight: TensorSpec, scales: Scales) -> dict[str, Any]:
-    entry: dict[str, Any] = {
-        "codes": NAMES[weight.dtype],
-        "shape": weight.shape,
-        "block": scales.block,
-        "scale_inv": scales.weight,
-        "input_scale_inv": scales.input,
-    }
-    if packing := weight.packing:
-        entry["packed"] = _description(packing)
-        entry["global_scale"] = [scales.global_scale, scales.divides]
-        entry["zero_points"], entry["weight_shape"] = scales.zero_points, scales.shape
-        if scales.input_zero_point is not None:
-            entry["input_zero_point"] = scales.input_zero_point
-    return entry
 
 
 def find(checkpoint: Path) -> WeightEncodings | None:
@@ -242,10 +241,15 @@ def find(checkpoint: Path) -> WeightEncodings | None:
             method = recognise({"quantization_config": quantization})
             formats = method.read(quantization).formats if method else ()
             packings = {tuple(_description(form.packing)): form.packing for form in formats if form.packing}
-        weights = {name: _weight(entry, packings) for name, entry in fields["weights"].items()}
-        scales = {
-            name: _scales(name, entry, weights[name], stored.specs, path) for name, entry in fields["weights"].items()
-        }
+        weights, scales = dict[str, TensorSpec](), dict[str, Scales]()
+        for name, entry in fields["weights"].items():
+            shape, dtype = entry["shape"], DTYPES[entry["codes"]]
+            packing = packings[tuple(entry["packed"])] if "packed" in entry else None
+            coded = dtype == packing.element.dtype if packing else dtype in FP8
+            if not coded or not all(type(size) is int and 0 < size < 1 << 40 for size in shape):
+                raise ValueError("a weight of no codes, or of no size")
+            weights[name] = TensorSpec(tuple(shape), dtype, packing=packing)
+            scales[name] = _scales(name, entry, weights[name], stored.specs, path)
         files = {name: text.encode() for name, text in fields["files"].items() if name == QUANT_CONFIG}
         of_weights = fields.get("of_weights")
         if not isinstance(of_weights, str | None):
@@ -257,15 +261,6 @@ def find(checkpoint: Path) -> WeightEncodings | None:
 
 def _description(packing: Packing) -> list[str | int | None]:
     return [packing.name, packing.element.name, NAMES[packing.word], packing.suffix, packing.block]
-
-
-def _weight(fields: Mapping[str, Any], packings: Mapping[tuple[Any, ...], Packing]) -> TensorSpec:
-    shape, dtype = fields["shape"], DTYPES[fields["codes"]]
-    packing = packings[tuple(fields["packed"])] if "packed" in fields else None
-    coded = dtype == packing.element.dtype if packing else dtype in FP8
-    if not coded or not all(type(size) is int and 0 < size < 1 << 40 for size in shape):
-        raise ValueError("a weight of no codes, or of no size")
-    return TensorSpec(tuple(shape), dtype, packing=packing)
 
 
 def _scales(

@@ -205,31 +205,30 @@ class NumberedOptimizer:
             groups, states = list(saved["param_groups"]), {index: dict(one) for index, one in saved["state"].items()}
             if others := not_adams(kind for state in states.values() for kind in state):
                 raise CheckpointError(f"its optimizer has {others}", where=self.path, do=DROP_OPTIMIZER)
-            shapes = {index: self._shape(index, state) for index, state in states.items()}
+
+            shapes: dict[Any, tuple[int, ...]] = {}  # of parameters, which all of their moments have
+            for index, state in states.items():
+                moments = {kind: one for kind, one in state.items() if kind != "step"}
+                for kind, one in moments.items():
+                    if isinstance(one, LocatedTensor) and not one.dtype.is_floating_point:
+                        what = f"{kind} of parameter {shown(index)} is {one.dtype}, and AdamW's is floating-point"
+                        raise CheckpointError(what, where=self.path, do=DROP_OPTIMIZER)
+                found = {one.shape if isinstance(one, LocatedTensor) else None for one in moments.values()}
+                shape = found.pop() if len(found) == 1 else None
+                if shape is None:
+                    what = f"the optimizer's state of parameter {shown(index)} is not of its shape"
+                    raise CheckpointError(what, where=self.path, do=DROP_OPTIMIZER)
+                shapes[index] = shape
+
             if states and all(type(index) is str for index in states):
                 held: dict[Any, tuple[str, ...]] = parameters_by_name(shapes, self.parameters, self.path)
             else:
                 held = parameters_by_number(groups, shapes, self.parameters, self.behind, self.path)
-            found = list[ParameterGroup]()
+            settings = list[ParameterGroup]()
             for group in groups:
                 names = [name for index in group["params"] for name in held.get(index, ())]
-                found.append(stored_group(group, self.path, {name: self.parameters[name].shape for name in names}))
-            return states, held, found
-
-    def _shape(self, index: object, state: Mapping[str, Any]) -> tuple[int, ...]:
-        """The shape of a parameter, which all of its moments have. Raises CheckpointError for moments of another kind
-        than AdamW's."""
-        moments = {kind: one for kind, one in state.items() if kind != "step"}
-        for kind, one in moments.items():
-            if isinstance(one, LocatedTensor) and not one.dtype.is_floating_point:
-                what = f"{kind} of parameter {shown(index)} is {one.dtype}, and AdamW's is floating-point"
-                raise CheckpointError(what, where=self.path, do=DROP_OPTIMIZER)
-        shapes = {one.shape if isinstance(one, LocatedTensor) else None for one in moments.values()}
-        shape = shapes.pop() if len(shapes) == 1 else None
-        if shape is None:
-            what = f"the optimizer's state of parameter {shown(index)} is not of its shape"
-            raise CheckpointError(what, where=self.path, do=DROP_OPTIMIZER)
-        return shape
+                settings.append(stored_group(group, self.path, {name: self.parameters[name].shape for name in names}))
+            return states, held, settings
 
     @cached_property
     def _tensors(self) -> Mapping[str, LocatedTensor]:

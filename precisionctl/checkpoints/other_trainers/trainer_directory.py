@@ -39,9 +39,17 @@ class TrainerDirectory:
         for place in self._beside:
             if place.is_relative_to(self.path) and ".." not in place.parts:  # those above it are the user's, too
                 check_link(place, self.path)
-        places = [_companions_of_model(place) for place in dict.fromkeys((self.path, *self._beside))]
-        found = next((one for one in places if "config.json" in one.files), places[0])
-        return replace(found, notes=())
+        places = list[Companions]()
+        for place in dict.fromkeys((self.path, *self._beside)):
+            found = replace(read_companions(place), notes=())
+            if content := found.files.get("config.json"):
+                config = parse_json(content, found.config_path)
+                # OLMo-core's config.json does not travel: it has the settings of a run, those of a model under `model`
+                if "model_type" not in config and isinstance(config.get("model"), dict):
+                    files = {name: file for name, file in found.files.items() if name != "config.json"}
+                    found = replace(found, files=files)
+            places.append(found)
+        return next((one for one in places if "config.json" in one.files), places[0])
 
     @property
     def companions(self) -> Companions:
@@ -67,17 +75,6 @@ class TrainerDirectory:
     @cached_property
     def fp8(self) -> Fp8States | None:
         return sidecar.find(self.path)
-
-
-def _companions_of_model(directory: Path) -> Companions:
-    """The files in a directory that travel with a model. OLMo-core's config.json does not: it has the settings of a
-    run, those of its model under `model`."""
-    found = read_companions(directory)
-    if content := found.files.get("config.json"):
-        config = parse_json(content, found.config_path)
-        if "model_type" not in config and isinstance(config.get("model"), dict):
-            return replace(found, files={name: file for name, file in found.files.items() if name != "config.json"})
-    return found
 
 
 def says_its_model(reader: Reader | TrainerDirectory) -> bool:

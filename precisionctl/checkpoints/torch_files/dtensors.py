@@ -62,19 +62,13 @@ def rebuilt(arguments: Any, state: Any) -> RankShard:
     cuts = [one for one in placements if type(one) is not Replicated]
     if len(cuts) > 1 or any(type(one) is not Sharded or type(one.dim) is not int or one.dim != 0 for one in cuts):
         raise ValueError(f"a DTensor placed as {shown(placements)}; only cuts by rows are read")
-    return RankShard(attributes["_local_tensor"], sizes(size), bool(cuts), _rank(spec.get("mesh")))
-
-
-def _rank(mesh: object) -> int | None:
-    """The rank that pickled a mesh: from torch 2.9 on a mesh tells it, and before, one of a single dimension its
-    place. None where it does not tell."""
-    fields = mesh.fields if isinstance(mesh, _Described) else None
-    if not isinstance(fields, dict):
-        return None
-    rank, place = fields.get("_rank"), fields.get("_coordinate_on_dim")
+    # From torch 2.9 on a mesh tells the rank that pickled it, and before, one of a single dimension its place
+    mesh = spec.get("mesh")
+    told = mesh.fields if isinstance(mesh, _Described) and isinstance(mesh.fields, dict) else {}
+    rank, place = told.get("_rank"), told.get("_coordinate_on_dim")
     if rank is None and isinstance(place, tuple | list) and len(place) == 1:
         rank = place[0]
-    return rank if is_count(rank) else None
+    return RankShard(attributes["_local_tensor"], sizes(size), bool(cuts), rank if is_count(rank) else None)
 
 
 def wrapper_subclass(*_: object) -> None:

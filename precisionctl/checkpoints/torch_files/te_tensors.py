@@ -28,16 +28,6 @@ class _TeDType:
     def __setstate__(self, number: object) -> None:
         self.number = number
 
-    def check_e4m3(self) -> None:
-        """Raise ValueError for codes that are not E4M3.
-
-        The numbers changed in 2.4: E4M3 was 6 and became 7, which was E5M2 before; 6 became BF16. As a weight's codes
-        are E4M3 under every recipe (recipe/__init__.py: `Pure E5M2 training is not supported`) and never BF16, both
-        numbers mean E4M3 here.
-        """
-        if type(self.number) is not int or self.number not in (6, 7):
-            raise ValueError(f"FP8 codes of TE's dtype number {shown(self.number)}, which is not E4M3")
-
 
 class LocatedFp8Weight(NamedTuple):
     """An FP8 weight: where its codes are (uint8 `[rows, columns]`), where the scale_inv of its blocks is (a grid that
@@ -71,7 +61,11 @@ def _mxfp8(data: Any, scale_inv: Any, *rest: Any) -> LocatedFp8Weight:
 def _weight(data: Any, dtype: Any, scale_inv: Any, block: tuple[int, int] | None) -> LocatedFp8Weight:
     if not isinstance(dtype, _TeDType):
         raise ValueError(f"{shown(dtype)} as the dtype of FP8 codes")
-    dtype.check_e4m3()
+    # The numbers changed in 2.4: E4M3 was 6 and became 7, which was E5M2 before; 6 became BF16. As a weight's codes are
+    # E4M3 under every recipe (recipe/__init__.py: `Pure E5M2 training is not supported`) and never BF16, both numbers
+    # mean E4M3 here
+    if type(dtype.number) is not int or dtype.number not in (6, 7):
+        raise ValueError(f"FP8 codes of TE's dtype number {shown(dtype.number)}, which is not E4M3")
     if data is None:
         raise ValueError("an FP8 weight that is stored only columnwise")
     return LocatedFp8Weight(data, scale_inv, block)

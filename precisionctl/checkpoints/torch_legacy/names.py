@@ -73,11 +73,6 @@ _BEFORE_CORE = tuple(
 """Names before Megatron-Core (megatron/legacy/model/: language_model.py and transformer.py) -> today's."""
 
 
-def is_before_core(state: Mapping[str, Any]) -> bool:
-    """Whether a state dict has the names from before Megatron-Core."""
-    return "language_model" in state
-
-
 def count_layers(names: Iterable[str]) -> int:
     """The number of decoder layers of a stage."""
     return len({match[1] for name in names if (match := _LAYER.fullmatch(name))})

@@ -35,7 +35,6 @@ from precisionctl.checkpoints.torch_legacy.fp8_weights import Fp8Weights, codes_
 from precisionctl.checkpoints.torch_legacy.names import (
     count_layers,
     fc_weights,
-    is_before_core,
     local_names,
     parallel_of,
     renumbered,
@@ -191,7 +190,20 @@ class LegacyReader(MegatronReader):
 
     @cached_property
     def _optimizer(self) -> dict[str, ShardedTensor]:
-        shards = gathered(self._optimizer_located(), self.parallelism)
+        stages: dict[Path, list[dict[str, LocatedTensor]]] = {rank.path: [] for rank in self._ranks}
+        for rank, entries in self._stages:
+            parameters = {name: value for name, value in entries.items() if isinstance(value, LocatedTensor)}
+            stages[rank.path].append({name: v for name, v in parameters.items() if not name.endswith(NO_PARAMETERS)})
+        located: list[tuple[Rank, str, LocatedTensor]] = []
+        for rank in self._ranks:
+            with damage(NO_OPTIMIZER, rank.path, DROP_OPTIMIZER):
+                states = optimizer_tensors(rank.content, stages[rank.path], rank.path)
+                located += ((rank, name, tensor) for name, tensor in states)
+            beside = replace(rank, path=rank.path.with_name(BUCKETS), content={})
+            if has_file(beside.path, self.path):
+                located += ((beside, name, tensor) for name, tensor in bucket_tensors(beside.path, stages[rank.path]))
+
+        shards = gathered(located, self.parallelism)
         for kind in {kind_and_parameter(name)[0] for name in shards}:
             if self._tied and self.parallelism.pipeline > 1:
                 _join_tied(shards, state_name(kind, OUTPUT), state_name(kind, EMBEDDING))
@@ -200,20 +212,6 @@ class LegacyReader(MegatronReader):
             return self.specs[kind_and_parameter(name)[1]].parallel
 
         return assembled(shards, self.parallelism, as_its_parameter)
-
-    def _optimizer_located(self) -> Iterator[tuple[Rank, str, LocatedTensor]]:
-        stages: dict[Path, list[dict[str, LocatedTensor]]] = {rank.path: [] for rank in self._ranks}
-        for rank, entries in self._stages:
-            parameters = {name: value for name, value in entries.items() if isinstance(value, LocatedTensor)}
-            stages[rank.path].append({name: v for name, v in parameters.items() if not name.endswith(NO_PARAMETERS)})
-        for rank in self._ranks:
-            beside = rank.path.with_name(BUCKETS)
-            with damage(NO_OPTIMIZER, rank.path, DROP_OPTIMIZER):
-                states = list(optimizer_tensors(rank.content, stages[rank.path], rank.path))
-            for name, tensor in states:
-                yield rank, name, tensor
-            for name, tensor in bucket_tensors(beside, stages[rank.path]) if has_file(beside, self.path) else ():
-                yield Rank(rank.tensor, rank.pipeline, rank.expert, beside, {}), name, tensor
 
     def _parallel(self, name: str, shard: LocatedTensor) -> Parallel:
         if name.endswith(("linear_q_down_proj.weight", "linear_kv_down_proj.weight")):
@@ -263,7 +261,8 @@ class LegacyReader(MegatronReader):
             if tensor.spec.nbytes <= SMALL or name == EMBEDDING:
                 check_replicas(name, tensor)
             version = self._first.get("checkpoint_version", 0)
-            reordered = is_before_core(self._ranks[0].chunks[0]) and name.endswith(_QKV) and version in (0, 1.0)
+            before_core = "language_model" in self._ranks[0].chunks[0]
+            reordered = before_core and name.endswith(_QKV) and version in (0, 1.0)
             found = list[Chunk]()
             for (shard, *_), boxes in zip(tensor.shards, shard_boxes(tensor.spec, len(tensor.shards)), strict=True):
                 offset = shard.tensor.offset

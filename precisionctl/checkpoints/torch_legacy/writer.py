@@ -184,7 +184,16 @@ class LegacyWriter:
 
     def _write_around(self, fp8: Fp8States | None) -> None:
         """Write each rank's file except for the bytes of tensors."""
-        payloads = self._extra_states(fp8)
+        # The `_extra_state` of each module for which a run expects one, by the ranks that have it, then by stage and
+        # name there. Empty payloads (uint8 `[0]`) where there is no state
+        model = [name for name in self.specs if not name.startswith(OPTIMIZER)]
+        size, of_rank = self._sizes.expert, self._experts // self._sizes.expert
+        states = [grouped_payloads(fp8, self._te, rank, size, of_rank) if fp8 else {} for rank in range(size)]
+        payloads: dict[_TensorRanks, dict[tuple[int, str], object]] = {ranks: {} for ranks in self._ranks}
+        for name in dict.fromkeys([*(without_expert(name)[0] for name in demanded(model)), *states[0]]):
+            for ranks, stage, local in self._holders(name):
+                payloads[ranks][stage, local] = states[ranks.expert].get(name, torch_zip_writer.EMPTY)
+
         for ranks in self._ranks:
             archive = self._archive(ranks, payloads[ranks], fp8)
             for path in ranks.paths.values():
@@ -213,16 +222,3 @@ class LegacyWriter:
             content["optimizer"] = optimizer_state(ranks.stages, ranks.optimizer, settings, self._sizes.expert > 1)
         names = ["model"] if len(stages) == 1 else [f"model{index}" for index in range(len(stages))]
         return torch_zip_writer.lay_out(content | dict(zip(names, stages, strict=True)))
-
-    def _extra_states(self, fp8: Fp8States | None) -> dict[_TensorRanks, dict[tuple[int, str], object]]:
-        """The `_extra_state` of each module for which a run expects one, by the ranks that have it, then by stage and
-        name there. Empty payloads (uint8 `[0]`) where there is no state."""
-        model = [name for name in self.specs if not name.startswith(OPTIMIZER)]
-        of_rank = self._experts // self._sizes.expert
-        ranks = self._sizes.expert
-        states = [grouped_payloads(fp8, self._te, rank, ranks, of_rank) if fp8 else {} for rank in range(ranks)]
-        found: dict[_TensorRanks, dict[tuple[int, str], object]] = {holder: {} for holder in self._ranks}
-        for name in dict.fromkeys([*(without_expert(name)[0] for name in demanded(model)), *states[0]]):
-            for holder, stage, local in self._holders(name):
-                found[holder][stage, local] = states[holder.expert].get(name, torch_zip_writer.EMPTY)
-        return found
