@@ -145,31 +145,32 @@ def parse_index(data: bytes, whole: Callable[[str], Span], path: Path) -> Index:
             _text(key)
             if isinstance(entry, _Object):
                 objects[key] = _span(infos[key, None], whole)
-            else:
-                boxes: dict[tuple[bytes, bytes], tuple[tuple[int, ...], tuple[int, ...]]] = {}
-                for chunk in entry.chunks:
-                    # Two bytes are enough to give the pieces of one tensor to another, too
-                    left -= 1 + len(chunk.offsets) + len(chunk.sizes)
-                    if left < 0:
-                        raise ValueError("the same pieces over and over")
-                    offsets, lengths = sizes(chunk.offsets), sizes(chunk.sizes)
-                    boxes[_hashed(offsets), _hashed(lengths)] = offsets, lengths
-                pieces = tuple(DcpPiece(*box, _span(infos[key, at], whole)) for (at, _), box in boxes.items())
-                value = entry.properties.args[0]
-                if not isinstance(value, DType):
-                    raise ValueError(f"{shown(value)} as a dtype")
-                # Before memory of these sizes is allocated: each piece must be inside its tensor and its file, and
-                # together they must have as many elements as the tensor. The reader checks for overlaps.
-                tensor = tensors[key] = DcpTensor(sizes(entry.size), value, pieces)
-                for piece in tensor.pieces:
-                    ends = [offset + size for offset, size in zip(piece.offsets, piece.sizes, strict=True)]
-                    if any(end > length for end, length in zip(ends, tensor.shape, strict=True)):
-                        raise ValueError(f"{key} has a piece outside itself")
-                    if math.prod(piece.sizes) * tensor.dtype.itemsize > piece.span.length:
-                        raise ValueError(f"{key} has a piece {piece.sizes} in {piece.span.length} bytes")
-                stored = sum(math.prod(piece.sizes) for piece in tensor.pieces)
-                if not tensor.pieces or stored != math.prod(tensor.shape):
-                    raise ValueError(f"{key} has pieces of another size than itself")
+                continue
+            boxes: dict[tuple[bytes, bytes], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+            for chunk in entry.chunks:
+                # Two bytes are enough to give the pieces of one tensor to another, too
+                left -= 1 + len(chunk.offsets) + len(chunk.sizes)
+                if left < 0:
+                    raise ValueError("the same pieces over and over")
+                offsets, lengths = sizes(chunk.offsets), sizes(chunk.sizes)
+                boxes[_hashed(offsets), _hashed(lengths)] = offsets, lengths
+            pieces = tuple(DcpPiece(*box, _span(infos[key, at], whole)) for (at, _), box in boxes.items())
+            value = entry.properties.args[0]
+            if not isinstance(value, DType):
+                raise ValueError(f"{shown(value)} as a dtype")
+
+            # Before memory of these sizes is allocated: each piece must be inside its tensor and its file, and
+            # together they must have as many elements as the tensor. The reader checks for overlaps.
+            tensor = tensors[key] = DcpTensor(sizes(entry.size), value, pieces)
+            for piece in tensor.pieces:
+                ends = [offset + size for offset, size in zip(piece.offsets, piece.sizes, strict=True)]
+                if any(end > length for end, length in zip(ends, tensor.shape, strict=True)):
+                    raise ValueError(f"{key} has a piece outside itself")
+                if math.prod(piece.sizes) * tensor.dtype.itemsize > piece.span.length:
+                    raise ValueError(f"{key} has a piece {piece.sizes} in {piece.span.length} bytes")
+            stored = sum(math.prod(piece.sizes) for piece in tensor.pieces)
+            if not tensor.pieces or stored != math.prod(tensor.shape):
+                raise ValueError(f"{key} has pieces of another size than itself")
         check_apart(objects.items(), path)
         return Index(tensors, objects, _keys_above(tensors, getattr(root, "planner_data", None)))
 
@@ -281,11 +282,12 @@ def _entries(index: Index) -> Iterator[tuple[str, PickledObject]]:
 
 
 def _storage(index: Index) -> Iterator[tuple[PickledObject, PickledObject]]:
-    for key, tensor in index.tensors.items():
-        for piece in tensor.pieces:
-            yield _metadata_index(key, _size(piece.offsets)), _storage_info(piece.span)
-    for key, span in index.objects.items():
-        yield _metadata_index(key, None), _storage_info(span)
+    tensors = ((key, _size(one.offsets), one.span) for key, tensor in index.tensors.items() for one in tensor.pieces)
+    objects = ((key, None, span) for key, span in index.objects.items())
+    for key, offset, span in itertools.chain[tuple[str, PickledObject | None, Span]](tensors, objects):
+        info = {"relative_path": span.path.name, "offset": span.offset, "length": span.length}
+        place = PickledObject(Global(_METADATA, "MetadataIndex"), (key, offset))
+        yield place, _object(_FILESYSTEM, "_StorageInfo", **info)
 
 
 def _object(module: str, name: str, **fields: object) -> PickledObject:
@@ -294,11 +296,3 @@ def _object(module: str, name: str, **fields: object) -> PickledObject:
 
 def _size(values: tuple[int, ...]) -> PickledObject:
     return PickledObject(Global("torch", "Size"), (values,))
-
-
-def _metadata_index(key: str, offset: PickledObject | None) -> PickledObject:
-    return PickledObject(Global(_METADATA, "MetadataIndex"), (key, offset))
-
-
-def _storage_info(span: Span) -> PickledObject:
-    return _object(_FILESYSTEM, "_StorageInfo", relative_path=span.path.name, offset=span.offset, length=span.length)

@@ -113,8 +113,7 @@ class LegacyReader(MegatronReader):
             if "_extra_state" not in name
         )
         self._shards = gathered(located, self.parallelism)
-        if self._tied and self.parallelism.pipeline > 1:
-            _join_tied(self._shards, OUTPUT, EMBEDDING)
+        self._join_tied(self._shards, OUTPUT, EMBEDDING)
         self._tensors = assembled(self._shards, self.parallelism, self._parallel)
         text = {name: tensor.spec for name, tensor in self._tensors.items()}
         self.specs = with_towers(text, self.towers, self.path)
@@ -176,9 +175,12 @@ class LegacyReader(MegatronReader):
                     entries[renumbered(name, first_layer, first_expert)] = found
                 yield rank, entries
 
-    @property
-    def _tied(self) -> bool:
-        return not self.args.get("untie_embeddings_and_output_weights", False)
+    def _join_tied(self, shards: dict[str, dict[int, list[Shard]]], copy: str, of: str) -> None:
+        """Make the last stage's copy of a tied embedding a replica of the embedding, if it has one."""
+        tied = not self.args.get("untie_embeddings_and_output_weights", False)
+        if tied and self.parallelism.pipeline > 1 and copy in shards and of in shards:
+            for index, copies in shards.pop(copy).items():
+                shards[of].setdefault(index, []).extend(copies)
 
     @cached_property
     def optimizer_specs(self) -> Mapping[str, TensorSpec]:
@@ -205,8 +207,7 @@ class LegacyReader(MegatronReader):
 
         shards = gathered(located, self.parallelism)
         for kind in {kind_and_parameter(name)[0] for name in shards}:
-            if self._tied and self.parallelism.pipeline > 1:
-                _join_tied(shards, state_name(kind, OUTPUT), state_name(kind, EMBEDDING))
+            self._join_tied(shards, state_name(kind, OUTPUT), state_name(kind, EMBEDDING))
 
         def as_its_parameter(name: str, shard: LocatedTensor) -> Parallel:
             return self.specs[kind_and_parameter(name)[1]].parallel
@@ -321,13 +322,6 @@ class LegacyReader(MegatronReader):
                     continue
                 if data := payload_bytes(_read(value, rank.path), f"{rank.path}: {name}"):
                     yield SavedPayload(name, data, str(rank.path), rank.expert if name.endswith(_GROUPED) else None)
-
-
-def _join_tied(shards: dict[str, dict[int, list[Shard]]], copy: str, of: str) -> None:
-    """Make the last stage's copy of the embedding a replica of the embedding."""
-    if copy in shards and of in shards:
-        for index, copies in shards.pop(copy).items():
-            shards[of].setdefault(index, []).extend(copies)
 
 
 def _read(value: Any, path: Path) -> Any:
