@@ -421,12 +421,13 @@ def test_a_class_that_is_not_deepspeeds_is_refused(tmp_path: Path, llama: Path) 
         read(tmp_path / "run", llama)
 
 
-def test_latest_names_nothing_outside_its_folder(tmp_path: Path, llama: Path) -> None:
-    files.save(tmp_path / "other", files.states_of(weights_of(llama)), 1, 1)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "latest").write_text("../other/global_step3")
+@pytest.mark.parametrize("name", ["../../other/global_step3", "..", "x" * 300, "x\0"])
+def test_latest_names_nothing_outside_its_folder(tmp_path: Path, llama: Path, name: str) -> None:
+    run = files.save(tmp_path / "other", files.states_of(weights_of(llama)), 1, 1) / "run"
+    run.mkdir()
+    (run / "latest").write_text(name)
     with pytest.raises(PrecisionctlError, match="there is no checkpoint in a known format"):
-        open_checkpoint(tmp_path / "run")
+        open_checkpoint(run)
 
 
 @pytest.mark.parametrize("bf16", [False, True])

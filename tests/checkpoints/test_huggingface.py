@@ -197,6 +197,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "transformers reads 'other.safetensors', and engines read model.safetensors",
     ),
     "an index without a map": (lambda d: edit_index(d, lambda i: i.clear()), "weight_map"),
+    "a shard with a name too long for a file": (
+        lambda d: edit_index(d, lambda i: i["weight_map"].update(x="y" * 300)),
+        "shard y+ is missing",
+    ),
     "a config that is no JSON": (lambda d: (d / "config.json").write_text("{"), "not readable as JSON"),
     "a config without sizes": (lambda d: (d / "config.json").write_text('{"model_type": "llama"}'), "no `num_hidden"),
     "sizes that are none": (lambda d: edit_config(d, num_attention_heads=0), "heads"),

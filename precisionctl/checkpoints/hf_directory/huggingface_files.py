@@ -163,7 +163,7 @@ def _weight_map(directory: Path, file_format: WeightFileFormat) -> dict[str, Pat
                 f"{file!r} is not the name of a file in this directory", where=index, do="Do not trust it."
             )
     files = {file: directory / file for file in dict.fromkeys(weight_map.values())}
-    missing = sorted(file for file, path in files.items() if not path.exists())
+    missing = sorted(file for file, path in files.items() if not os.path.exists(path))  # nor can all be a file's name
     if single.is_file() and single.name not in files:
         raise DamagedCheckpoint(
             f"{single.name} and {index.name} are two models: transformers reads the first, engines the second"
