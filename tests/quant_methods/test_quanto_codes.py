@@ -108,6 +108,10 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
     "a scale of a tensor": (put(f"{Q}._scale", torch.ones(())), "_scale is float32 of shape"),
     "a scale of NaN": (put(f"{Q}._scale", torch.full((64, 1), torch.nan)), "infinite or NaN"),
     "a weight as values too": (put(Q, torch.ones(64, 64)), "as values, and as codes"),
+    "a weight as values in the place of codes of 8 bits": (
+        put(f"{UP}._data", torch.ones(96, 64)),
+        "and as codes in groups",
+    ),
     "a stray": (put(f"{LAYER}.mlp.weight._scale", torch.ones(2, 1)), "no .*mlp.weight._data for its codes"),
 }
 

@@ -145,6 +145,15 @@ def test_tensors_that_contradict_one_another_are_one_error(tmp_path: Path, case:
         read_tensor(open_checkpoint(tmp_path), f"{UP}.weight")
 
 
+def test_an_order_of_no_inputs_is_refused_where_a_group_is_a_whole_row(tmp_path: Path) -> None:
+    transposed_directories.make(tmp_path, "gptq")
+    say(tmp_path, group_size=-1)
+    first = UP.replace("up_proj", "down_proj")
+    change(tmp_path, f"{first}.g_idx", lambda each: each[:0])
+    with pytest.raises(DamagedCheckpoint, match="down_proj has .* no codes of 2, 4 or 8 bits"):
+        open_checkpoint(tmp_path)
+
+
 def test_scales_may_be_negative_as_autoround_makes_them(tmp_path: Path) -> None:
     values = transposed_directories.make(tmp_path, "auto-round-gptq")
     change(tmp_path, f"{UP}.scales", lambda each: -each)

@@ -90,6 +90,8 @@ class QuantoCodes(DecodedWeights):
                 raise self._damaged(f"{name}._data", what)
             self._check(f"{name}._scale", (codes.rows, 1), *FLOATS)
             return (codes.rows, codes.columns), None
+        if f"{name}._data" in specs:
+            raise self._damaged(f"{name}._data", f"{name}._data is there, and as codes in groups: {name}._data._data")
         codes, groups = specs[f"{name}._data._data"], scale.rows
         held = [bits for bits in (4, 2) if codes.rows == -(-groups * bits // 8)]
         if codes.dtype != DType.uint8 or len(codes.shape) != 2 or not all(codes.shape) or len(held) != 1:

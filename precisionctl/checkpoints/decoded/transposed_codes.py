@@ -213,7 +213,7 @@ class TransposedCodes(DecodedWeights):
             inputs = order.rows if order else rows * 32 // max(bits, 1)
             fits = bits > 0 and columns == out and rows == -(-inputs * bits // 32)
         sizes = {inputs if size == -1 else size for size in self._words.group_sizes}
-        sizes = {size for size in sizes if size <= inputs and groups == -(-inputs // size)}
+        sizes = {size for size in sizes if 0 < size <= inputs and groups == -(-inputs // size)}
         fits = fits and len(sizes) == 1 and (not order or (order.dtype, order.shape) == (DType.int32, (inputs,)))
         if not fits:
             shapes = ", ".join(f"{kind} {list(spec.shape)}" for kind, spec in there.items())
