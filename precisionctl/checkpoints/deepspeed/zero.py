@@ -77,9 +77,16 @@ def read_zero(directory: Path) -> SavedStates:
     if stage == 3:
         weights |= dealt_frozen(states, model, directory)
     weights |= found.pop(_PARAM)
-    unread, updates = contents[0].unsupported_state, _updates(contents) if found else set()
+
+    unread = contents[0].unsupported_state
+    counts = {rank.path: made for rank in contents if found and (made := rank.updates)}  # of ranks that have any
+    updates = next(iter(counts.values()), set[int]())
+    if other := [path for path, made in counts.items() if made != updates]:
+        what = "its optimizer made other numbers of updates than other ranks'"
+        raise DamagedCheckpoint(what, where=other[0], do="Is each file of this checkpoint?")
     if len(updates) > 1:
         found, unread = {}, " and ".join(filter(None, (unread, different_counts(updates))))
+
     groups = contents[0].groups
     shapes = states.groups if len(states.groups) == len(groups) else [None] * len(groups)
     return SavedStates(
@@ -91,16 +98,6 @@ def read_zero(directory: Path) -> SavedStates:
         groups=[stored_group(group, contents[0].path, of) for group, of in zip(groups, shapes, strict=True)],
         unsupported_state=unread,
     )
-
-
-def _updates(contents: Sequence["_RankStates"]) -> set[int]:
-    """AdamW's counts of updates, of the ranks that have any. Raises DamagedCheckpoint where these have others."""
-    counts = {rank.path: updates for rank in contents if (updates := rank.updates)}
-    first = next(iter(counts.values()), set[int]())
-    if other := [path for path, updates in counts.items() if updates != first]:
-        what = "its optimizer made other numbers of updates than other ranks'"
-        raise DamagedCheckpoint(what, where=other[0], do="Is each file of this checkpoint?")
-    return first
 
 
 class _RankStates:

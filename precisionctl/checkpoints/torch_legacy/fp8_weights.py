@@ -56,7 +56,7 @@ def encodings_of(tensors: Mapping[str, ShardedTensor], found: Fp8Weights) -> Enc
 
     def read(name: str) -> Encoding:
         spec = weights[name].spec
-        shards = [_replicated_encoding(name, replicas, found) for replicas in weights[name].shards]
+        shards = [_shard_encoding(name, replicas, found) for replicas in weights[name].shards]
         if spec.parallel.kind == "columns" and len(shards) > 1:
             high, wide = shards[0].block
             columns = spec.columns // len(shards)
@@ -79,28 +79,27 @@ def encodings_of(tensors: Mapping[str, ShardedTensor], found: Fp8Weights) -> Enc
     return EncodingsOnDemand(weights, read)
 
 
-def _replicated_encoding(name: str, replicas: tuple[Shard, ...], found: Fp8Weights) -> Encoding:
+def _shard_encoding(name: str, replicas: tuple[Shard, ...], found: Fp8Weights) -> Encoding:
     """The encoding of a shard. Raises DamagedCheckpoint where its replicas have different scales."""
-    first, *others = (_shard_encoding(name, shard, found) for shard in replicas)
-    for shard, other in zip(replicas[1:], others, strict=True):
+    made = list[Encoding]()
+    for shard in replicas:
+        path, weight = shard.rank.path, found.get((shard.rank.path, shard.tensor.offset))
+        if weight is None:
+            raise DamagedCheckpoint(f"`{name}` is FP8 codes without scales", where=path)
+        spec = TensorSpec(shard.tensor.shape, CODES)
+        scale = read_located(path, weight.scale_inv)
+        block = weight.block or (max(1, spec.rows), max(1, spec.columns))
+        high, wide = grid_shape(spec.rows, spec.columns, block)
+        grid = scale.reshape(-1, scale.shape[-1] if scale.dim() else 1)
+        if weight.block is None and grid.numel() != 1 or grid.shape[0] < high or grid.shape[1] < wide:
+            raise DamagedCheckpoint(f"`{name}` has scales of {list(scale.shape)}", where=path)
+        own = grid[:high, :wide].contiguous()  # what pads is cut off
+        made.append(encoding(own, Scales(name, None, block), spec, path))
+        first, other = made[0], made[-1]
         if first.block != other.block or not torch.equal(first.scale_inv.float(), other.scale_inv.float()):
             raise DamagedCheckpoint(
                 f"`{name}` has other scales than in {replicas[0].rank.path.parent.name}",
-                where=shard.rank.path,
+                where=path,
                 do="Ranks that hold the same tensor must agree. Do these files belong to one checkpoint?",
             )
-    return first
-
-
-def _shard_encoding(name: str, shard: Shard, found: Fp8Weights) -> Encoding:
-    path, weight = shard.rank.path, found.get((shard.rank.path, shard.tensor.offset))
-    if weight is None:
-        raise DamagedCheckpoint(f"`{name}` is FP8 codes without scales", where=path)
-    spec = TensorSpec(shard.tensor.shape, CODES)
-    scale = read_located(path, weight.scale_inv)
-    block = weight.block or (max(1, spec.rows), max(1, spec.columns))
-    high, wide = grid_shape(spec.rows, spec.columns, block)
-    grid = scale.reshape(-1, scale.shape[-1] if scale.dim() else 1)
-    if weight.block is None and grid.numel() != 1 or grid.shape[0] < high or grid.shape[1] < wide:
-        raise DamagedCheckpoint(f"`{name}` has scales of {list(scale.shape)}", where=path)
-    return encoding(grid[:high, :wide].contiguous(), Scales(name, None, block), spec, path)  # what pads is cut off
+    return made[0]
