@@ -25,6 +25,17 @@ def saved_args(
     `args` of the source say otherwise."""
     weights_only = {"no_save_optim": True, "no_save_rng": True}
     dtype = next(spec.dtype for name, spec in specs.items() if not name.startswith(OPTIMIZER))
+    # How layers are distributed to pipeline stages, where it is not the default. Of these, Megatron's
+    # `--use-mp-args-from-checkpoint-args` takes only the last (megatron/training/checkpointing.py,
+    # load_args_from_checkpoint), without which a run has no virtual stages; if stages differ in size it must be absent
+    # (arguments.py, validate_args).
+    stages = sizes.layers_of_stages(model.num_layers)
+    equal = sizes.virtual > 1 and len(set(stages)) == 1
+    by_stage = {
+        "decoder_first_pipeline_num_layers": sizes.first_layers,
+        "decoder_last_pipeline_num_layers": sizes.last_layers,
+        "num_layers_per_virtual_pipeline_stage": stages[0] if equal else None,
+    }
     of_this_checkpoint = {
         "params_dtype": dtype,
         "bf16": dtype == DType.bfloat16,
@@ -35,7 +46,7 @@ def saved_args(
         "expert_model_parallel_size": sizes.expert,
         "ckpt_format": container,
         "iteration": iteration or 0,
-        **_stage_args(model, sizes),
+        **{name: value for name, value in by_stage.items() if value is not None},
     } | ({"expert_tensor_parallel_size": sizes.expert_tensor} if sizes.expert_tensor else {})
     # a run of a hybrid model may predict several tokens by the one prediction layer that is stored
     repeated = model.mamba and model.mtp_num_layers and args.get("mtp_use_repeated_layer")
@@ -51,22 +62,6 @@ STAGES = (
 )
 """Megatron's arguments for how layers are distributed to pipeline stages. Those of the source do not hold for the
 result."""
-
-
-def _stage_args(model: ModelShape, sizes: Parallelism) -> dict[str, Any]:
-    """The arguments for how layers are distributed to pipeline stages, where it is not the default.
-
-    Of these, `--use-mp-args-from-checkpoint-args` takes only `num_layers_per_virtual_pipeline_stage`
-    (megatron/training/checkpointing.py, load_args_from_checkpoint), without which a run has no virtual stages; if
-    stages differ in size it must be absent (arguments.py, validate_args).
-    """
-    stages = sizes.layers_of_stages(model.num_layers)
-    args = {
-        "decoder_first_pipeline_num_layers": sizes.first_layers,
-        "decoder_last_pipeline_num_layers": sizes.last_layers,
-        "num_layers_per_virtual_pipeline_stage": stages[0] if sizes.virtual > 1 and len(set(stages)) == 1 else None,
-    }
-    return {name: value for name, value in args.items() if value is not None}
 
 
 def fp8_args(states: Fp8States) -> dict[str, Any]:

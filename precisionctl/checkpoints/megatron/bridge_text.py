@@ -1,7 +1,7 @@
 """Text models of which Megatron-Bridge has tensors in other places, under other names or with more rows than a plan."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,7 +64,12 @@ def as_in_plans(
     parts = {part for name in found for part in _SIGNS if part in name}
     if not parts:
         return dict(found)
-    model = _gemma_4(parts, described, where)
+    model = None if parts.isdisjoint(_OF_GEMMA_4) else described()
+    if model and not model.global_attention:
+        model = None
+    if model is None and not parts.isdisjoint(_BY_KIND):
+        what = "Megatron-Bridge counts kinds of layers apart, as of a Gemma 4, and no config.json of one says which"
+        raise UnknownArchitecture(f"{what} layers have a window", where=where, do=WITH_REFERENCE)
     layers = _layers(found, model, where) if model else {}
     named: dict[str, LogicalTensor] = {}
     for name, one in found.items():
@@ -84,22 +89,15 @@ def as_in_plans(
     return named
 
 
-def _gemma_4(parts: Set[str], described: Callable[[], ModelShape | None], where: Path) -> ModelShape | None:
-    """The Gemma 4 that tensors with these parts in their names are of, by config.json; None if they are not one's."""
-    model = described() if not parts.isdisjoint(_OF_GEMMA_4) else None
-    if model and model.global_attention:
-        return model
-    if not parts.isdisjoint(_BY_KIND):
-        what = "Megatron-Bridge counts kinds of layers apart, as of a Gemma 4, and no config.json of one says which"
-        raise UnknownArchitecture(f"{what} layers have a window", where=where, do=WITH_REFERENCE)
-    return None
-
-
 def check_unused(model: ModelShape, said: Mapping[str, object], where: Path) -> None:
     """Raise DamagedCheckpoint if config.json, of which `model` is, says otherwise than the run which keys and values
     are not computed with: these are left out, and no tensor tells them. Values that are keys are no copies of them in a
     run that has trained, for only what computes is trained."""
-    for key, by_config in _unused(model).items():
+    configured = {
+        "num_kv_shared_layers": model.num_kv_shared_layers,
+        "attention_k_eq_v": model.global_keys_are_values,
+    }
+    for key, by_config in configured.items():
         if key in said and said[key] != by_config:
             what = f"{key} of config.json is {shown(by_config)}, and the run had {shown(said[key])}"
             raise DamagedCheckpoint(what, where=where, do="Is config.json this model's?")
@@ -119,13 +117,6 @@ def unused_notes(model: ModelShape, said: Mapping[str, object]) -> Iterator[str]
 def _left_out(what: str, layers: Iterable[int], key: str, why: str) -> str:
     numbers = listed(map(str, layers))
     return f"{what} of layers {numbers} are left out: {key} of config.json says that {why}, and no tensor tells."
-
-
-def _unused(model: ModelShape) -> dict[str, object]:
-    return {
-        "num_kv_shared_layers": model.num_kv_shared_layers,
-        "attention_k_eq_v": model.global_keys_are_values,
-    }
 
 
 def _layers(names: Iterable[str], model: ModelShape, where: Path) -> dict[str, Mapping[int, int]]:

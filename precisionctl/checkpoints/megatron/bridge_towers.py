@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -33,15 +32,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-@dataclass(frozen=True)
-class _TowerTensor:
-    """A tower's tensor: the stored one that it is made of, and which of the tensors in that one's row it is."""
-
-    stored: str
-    row: BridgeRow
-    part: int
-
-
 class BridgeTowers:
     """The towers among the tensors that a run of Bridge `stored`, by the table `towers_in_bridge`, and those `beside`
     it that the run had no module for: so they were not trained either. Names are spelled as those beside are, if there
@@ -54,9 +44,11 @@ class BridgeTowers:
 
     def __init__(self, stored: Chunked, config: Config, beside: Chunked, where: Path) -> None:
         self._stored, self._config, self._beside, self._where = stored, config, beside, where
-        self._orders = lru_cache(maxsize=8)(self._orders_of)  # layers have the same
+        self._orders: Callable[[Order, int], list[NDArray[np.int64]]]
+        self._orders = lru_cache(maxsize=8)(lambda order, rows: order(np.arange(rows), config))  # layers share them
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
-        self._moved: dict[str, _TowerTensor] = {}
+        self._moved: dict[str, tuple[str, BridgeRow, int]] = {}
+        """For each tensor the stored one that it is made of, and which of the tensors in that one's row it is."""
         self._published: dict[str, TensorSpec] = {}
         specs: dict[str, TensorSpec] = {}
         for bridge, spec in stored.specs.items():
@@ -73,9 +65,9 @@ class BridgeTowers:
                 is_count = name.endswith(".num_batches_tracked")  # of a batch norm's steps
                 if not (spec.dtype.is_floating_point or is_count) or spec.is_codes:
                     raise DamagedCheckpoint(f"`{bridge}` is {spec.dtype}", where=where)
-                specs[name], self._moved[name] = TensorSpec(shape, spec.dtype), _TowerTensor(bridge, row, part)
+                specs[name], self._moved[name] = TensorSpec(shape, spec.dtype), (bridge, row, part)
                 self._published[hf] = specs[name]
-        self.own: Collection[str] = {moved.stored for moved in self._moved.values()}
+        self.own: Collection[str] = {of for of, _, _ in self._moved.values()}
         self.lacking = tuple(name for name in beside.specs if name not in specs)
         if specs and beside.specs and len(self.lacking) == len(beside.specs):
             mine, theirs = (name.removeprefix(TOWERS) for name in (min(specs), self.lacking[0]))
@@ -88,7 +80,14 @@ class BridgeTowers:
         that another one has; and if config.json says other sizes than they have, or than `described`, which is what the
         run says of its towers in the form of config.json's parts. Raise RecipeError if config.json says that the model
         speaks, and nothing beside the run does."""
-        _check_sizes(self._config, described, self._where)
+        for part, of_run in described.items():  # no shape says how many heads there are
+            said = _part_of(self._config, part) or {}
+            for key in sorted(of_run.keys() & said.keys()):
+                size = of_run[key]
+                is_size = type(size) is int or (isinstance(size, list) and all(type(each) is int for each in size))
+                if is_size and said[key] != size and not key.endswith("token_id"):
+                    what = f"{part}.{key} of config.json is {shown(said[key])}, and the run had {shown(size)}"
+                    raise DamagedCheckpoint(what, where=self._where, do="Is config.json this model's?")
         _check_layers(self._published, self._where)
         _check_tensors(self._published, self._config, self._where)
         talker = TALKERS.get(self._config["model_type"])
@@ -101,8 +100,21 @@ class BridgeTowers:
     def chunks(self, name: str) -> Sequence[Chunk]:
         if name not in self._moved:
             return self._beside.chunks(name)
-        if name not in self._chunks:
-            self._chunks[name] = tuple(self._located(self._moved[name], self.specs[name]))
+        if name in self._chunks:
+            return self._chunks[name]
+        bridge, row, part = self._moved[name]
+        spec, stored = self.specs[name], self._stored.chunks(bridge)
+        if row.transposed:
+            found = [Chunk(whole(spec), TransposedRows(self._stored, bridge))]
+        elif row.order is None:
+            found = [*stored]
+        else:
+            order = self._orders(row.order, self._stored.specs[bridge].rows)[part]
+            found = [
+                Chunk(box, stored[number].place, stored[number].offset + skipped * spec.dtype.itemsize)
+                for number, box, skipped in cut_into_runs([chunk.box for chunk in stored], _runs(order))
+            ]
+        self._chunks[name] = tuple(found)
         return self._chunks[name]
 
     def _shapes(self, row: BridgeRow, bridge: str, spec: TensorSpec) -> list[tuple[int, ...]]:
@@ -117,34 +129,6 @@ class BridgeTowers:
                 raise DamagedCheckpoint(f"`{bridge}`: {error.what}", where=self._where, do=error.do) from None
         return [spec.shape[::-1] if row.transposed else spec.shape]
 
-    def _orders_of(self, order: Order, rows: int) -> list[NDArray[np.int64]]:
-        return order(np.arange(rows), self._config)
-
-    def _located(self, moved: _TowerTensor, spec: TensorSpec) -> Iterator[Chunk]:
-        if moved.row.transposed:
-            yield Chunk(whole(spec), TransposedRows(self._stored, moved.stored))
-            return
-        stored = self._stored.chunks(moved.stored)
-        if moved.row.order is None:
-            yield from stored
-            return
-        order = self._orders(moved.row.order, self._stored.specs[moved.stored].rows)[moved.part]
-        for number, box, skipped in cut_into_runs([chunk.box for chunk in stored], _runs(order)):
-            chunk = stored[number]
-            yield Chunk(box, chunk.place, chunk.offset + skipped * spec.dtype.itemsize)
-
-
-def _check_sizes(config: Config, described: Config, where: Path) -> None:
-    """Raise DamagedCheckpoint if a size in config.json is not the one that the run had: no shape says how many heads
-    there are."""
-    for part, of_run in described.items():
-        if (said := _part_of(config, part)) is None:
-            continue
-        for key in sorted(of_run.keys() & said.keys()):
-            if _is_size(of_run[key]) and said[key] != of_run[key] and not key.endswith("token_id"):
-                what = f"{part}.{key} of config.json is {shown(said[key])}, and the run had {shown(of_run[key])}"
-                raise DamagedCheckpoint(what, where=where, do="Is config.json this model's?")
-
 
 def _part_of(config: Config, part: str) -> Config | None:
     """The object in config.json with this dotted name; None where there is none."""
@@ -152,10 +136,6 @@ def _part_of(config: Config, part: str) -> Config | None:
     for key in part.split("."):
         found = mapping_or_empty(found).get(key)
     return found if isinstance(found, Mapping) else None
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int or (isinstance(value, list) and all(type(each) is int for each in value))
 
 
 def _check_tensors(specs: Mapping[str, TensorSpec], config: Config, where: Path) -> None:

@@ -44,21 +44,16 @@ def companions_of(directory: Path) -> Companions:
     beside = above(directory) / VERL_COMPANIONS
     verls = own_name(directory) == VERL and not (directory / COMPANIONS).is_dir() and not beside.is_symlink()
     own = read_companions(beside if verls else directory / COMPANIONS)
-    return own if any(map(is_tokenizer, own.files)) else _with_bridges_tokenizer(own, directory)
-
-
-def _with_bridges_tokenizer(own: Companions, directory: Path) -> Companions:
-    """Companions without a tokenizer, with that of Bridge if transformers saved it. Others are Megatron's own
-    vocabularies, one of which is called tokenizer.json and is another file than transformers'."""
-    folder = directory / BRIDGE_TOKENIZER
-    check_link(folder, directory)
-    found = read_companions(folder)
-    if "tokenizer_config.json" not in found.files:
+    if any(map(is_tokenizer, own.files)):
         return own
-    files = {name: content for name, content in found.files.items() if name != "config.json"} | {**own.files}
-    return dataclasses.replace(
-        own, files=files, code=tuple(sorted({*own.code, *found.code})), notes=own.notes + found.notes
-    )
+    check_link(directory / BRIDGE_TOKENIZER, directory)
+    bridges = read_companions(directory / BRIDGE_TOKENIZER)
+    # Others than transformers' are Megatron's vocabularies, one of which has the name tokenizer.json for another file
+    if "tokenizer_config.json" not in bridges.files:
+        return own
+    files = {name: content for name, content in bridges.files.items() if name != "config.json"} | {**own.files}
+    code = tuple(sorted({*own.code, *bridges.code}))
+    return dataclasses.replace(own, files=files, code=code, notes=own.notes + bridges.notes)
 
 
 def config_of(companions: Companions) -> Mapping[str, Any]:

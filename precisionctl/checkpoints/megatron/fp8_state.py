@@ -94,14 +94,21 @@ class _Decoding:
             self._check_numbers(module, numbered)
             self._found.modules[module] = _joined([numbered[number] for number in range(len(numbered))], join)
         for module, payloads in self._cut.items():
-            # Payloads that Megatron cut out of the one that a rank has for all its experts
+            # Megatron cut these out of the payload that a rank has for all its experts
             self._check_numbers(module, payloads)
             count, cut = len(payloads), payloads[0].cut
             size = cut.experts if cut else count // (self._experts.ranks or count)
             if size == 0 or count % size:
                 raise DamagedCheckpoint(f"{count} experts of {module} in linears of {size}", where=self._where)
-            groups = [[payloads[i] for i in range(first, first + size)] for first in range(0, count, size)]
-            self._found.modules[module] = _joined([self._group(module, group) for group in groups], torch.cat)
+            of_ranks, where = list[Fp8State](), f"{self._where}: {module}"
+            for first in range(0, count, size):
+                group = [payloads[number] for number in range(first, first + size)]
+                cut_from = group[0].cut
+                whole = cut_from.whole if cut_from else grouped.joined([payload.directions for payload in group])
+                order = self._order(module, group[0], whole, size)
+                of_ranks.append(grouped.by_gemm(whole, size, order, where))
+                of_ranks[-1].check(group[0].recipe, where)
+            self._found.modules[module] = _joined(of_ranks, torch.cat)
         self._found.notes.extend(self._notes())
         return self._found
 
@@ -179,15 +186,6 @@ class _Decoding:
         if gemms > 1:
             self._orders.setdefault(order, set()).add(module)
         return order
-
-    def _group(self, module: str, payloads: list[Payload]) -> Fp8State:
-        """The state of one rank's grouped linear, from the payloads cut out of it."""
-        cut = payloads[0].cut
-        whole = cut.whole if cut else grouped.joined([payload.directions for payload in payloads])
-        order = self._order(module, payloads[0], whole, len(payloads))
-        state = grouped.by_gemm(whole, len(payloads), order, where := f"{self._where}: {module}")
-        state.check(payloads[0].recipe, where)
-        return state
 
     def _check_numbers(self, module: str, numbered: Mapping[int, object]) -> None:
         if sorted(numbered) != list(range(len(numbered))):

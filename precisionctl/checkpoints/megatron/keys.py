@@ -167,7 +167,8 @@ def has_marker(directory: Path) -> bool:
 
 def find_iteration(path: Path, iteration: int | None, complete: Callable[[Path], bool]) -> Path:
     """The directory of an iteration under `path`: that of `iteration`, if given; else `path` itself, if it is an
-    iteration; else the one that the tracker names. `complete` says whether a directory is a complete checkpoint.
+    iteration; else the one that Megatron-LM's tracker names, or else Megatron-Bridge's. `complete` says whether a
+    directory is a complete checkpoint.
 
     Raises CheckpointError for an iteration that is not there, DamagedCheckpoint for a tracker that cannot be read or an
     iteration that is a link to elsewhere.
@@ -178,25 +179,24 @@ def find_iteration(path: Path, iteration: int | None, complete: Callable[[Path],
     advice = f"Name another iteration. Complete ones: {', '.join(there) or 'none'}."
     if iteration is not None and (complete(path) or there == ["release"]):  # which has no number
         advice = f"Leave --iteration out: there is only {there[0] if there else 'this one'}."
-    found = path / directory_name(_tracked(path, advice) if iteration is None else iteration)
+    if iteration is not None:
+        wanted: int | None = iteration
+    elif has_file(path / TRACKER, path):
+        wanted = read_tracker(path, advice)
+    elif has_file(path / BRIDGE_TRACKER, path):
+        tracker = path / BRIDGE_TRACKER  # its training state, as tensors of one element
+        state = torch_zip.load(read_file(tracker, path), tracker)
+        step = state.get("step") if isinstance(state, dict) else None
+        if not isinstance(step, torch.Tensor) or step.numel() != 1 or step.is_floating_point() or step < 0:
+            raise DamagedCheckpoint("it names no step", where=tracker)
+        wanted = int(step)
+    else:
+        raise CheckpointError(f"there is no {TRACKER} to say which iteration is meant", where=path, do=advice)
+    found = path / directory_name(wanted)
     if found.name not in there:
         raise CheckpointError(f"{found.name} is not a complete checkpoint", where=path, do=advice)
     check_link(found, path)
     return found
-
-
-def _tracked(path: Path, advice: str) -> int | None:
-    """The iteration that Megatron-LM's tracker names, or else Megatron-Bridge's; None for a `release`."""
-    if not has_file(path / TRACKER, path):
-        if has_file(path / BRIDGE_TRACKER, path):
-            tracker = path / BRIDGE_TRACKER  # its training state, as tensors of one element
-            state = torch_zip.load(read_file(tracker, path), tracker)
-            step = state.get("step") if isinstance(state, dict) else None
-            if not isinstance(step, torch.Tensor) or step.numel() != 1 or step.is_floating_point() or step < 0:
-                raise DamagedCheckpoint("it names no step", where=tracker)
-            return int(step)
-        raise CheckpointError(f"there is no {TRACKER} to say which iteration is meant", where=path, do=advice)
-    return read_tracker(path, advice)
 
 
 def read_tracker(path: Path, advice: str) -> int | None:

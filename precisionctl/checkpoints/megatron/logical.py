@@ -6,7 +6,7 @@ A tensor that no rule here knows keeps its key, so that a plan can refuse it: no
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,8 +71,13 @@ def logical_tensors(
         plain_key = plain(key, prefix)
         state = PARAMETER_STATE.fullmatch(plain_key)
         parameter = stored.get(prefix + state[2], stored.get(_outer(prefix) + state[2])) if state else None
-        flat = _of_flat_shards(plain_key, tensor, parameter.shape) if parameter else []
-        for name, one in flat or _slices(plain_key, tensor, where):
+        logical = _of_flat_shards(plain_key, tensor, parameter.shape) if parameter else []
+        if not logical:  # itself, or one for each layer, each expert, or both
+            depth = leading(plain_key)
+            fits = depth <= len(tensor.shape)
+            parts = slices(plain_key, tensor, depth if fits else 0, where)
+            logical = [(unstack(plain_key, at) if fits else plain_key, one) for at, one in parts]
+        for name, one in logical:
             if name in found:
                 raise DamagedCheckpoint(f"{name} is there twice", where=where)
             found[name] = one
@@ -163,13 +168,6 @@ def _check_count(stored: Mapping[str, dcp_metadata.DcpTensor], prefix: str, wher
         raise DamagedCheckpoint(f"it would be {count} tensors and parts of tensors", where=where)
 
 
-def _slices(key: str, stored: dcp_metadata.DcpTensor, where: Path) -> Iterator[tuple[str, LogicalTensor]]:
-    """The logical tensors in a stored one: itself, or one for each layer, each expert, or both."""
-    depth = leading(key)
-    for at, tensor in slices(key, stored, depth if depth <= len(stored.shape) else 0, where):
-        yield unstack(key, at) if len(at) == depth else key, tensor
-
-
 def _of_flat_shards(
     key: str, stored: dcp_metadata.DcpTensor, shape: tuple[int, ...]
 ) -> list[tuple[str, LogicalTensor]]:
@@ -234,7 +232,8 @@ def _joined(found: Mapping[str, LogicalTensor]) -> dict[str, LogicalTensor]:
         for pattern, ends in _APART:
             match = pattern.fullmatch(first)
             parts = [found[match[1] + end] for end in ends if match[1] + end in found] if match else []
-            if not match or match[1] in joined or len(parts) < len(ends) or not _alike(parts):
+            kinds = {(part.spec.dtype, part.spec.shape[1:], bool(part.spec.shape)) for part in parts}
+            if not match or match[1] in joined or len(parts) < len(ends) or len(kinds) != 1:
                 continue
             above = [0, *itertools.accumulate(part.spec.rows for part in parts)]
             pieces = tuple(
@@ -247,8 +246,3 @@ def _joined(found: Mapping[str, LogicalTensor]) -> dict[str, LogicalTensor]:
             for end in ends:
                 del joined[match[1] + end]
     return joined
-
-
-def _alike(parts: Sequence[LogicalTensor]) -> bool:
-    """Whether tensors can stand one above the other."""
-    return len({(part.spec.dtype, part.spec.shape[1:], bool(part.spec.shape)) for part in parts}) == 1

@@ -281,10 +281,19 @@ def _part(content: Any, name: str, where: Path) -> Mapping[str, Any]:
 
 def from_provider(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Megatron-LM's arguments from a provider's fields: the inverse of `to_provider`."""
-    fields = {**fields, **_in_megatrons_words(fields)}
+    provider, otherwise = _provider(fields), dict[str, Any]()
+    if fields.get("position_embedding_type") == "mrope":  # of wrappers: in several dimensions, all the same in text
+        otherwise["position_embedding_type"] = "rope"
+    if provider.startswith(("Gemma3", "Gemma4")):
+        otherwise |= _of_gemma_3(fields)
+    if provider.startswith("Gemma4"):  # whose router divides by the sum, whatever is said (gemma4_provider.py)
+        otherwise |= {"softmax_scale": 1.0, "moe_router_pre_softmax": False}
+        if (base := fields.get("full_attention_rope_base")) is not None:  # the dense provider's word
+            otherwise["rotary_base"] = base
+    fields = {**fields, **otherwise}
     args = {name: fields[name] for name in (*_SAME, *_ONLY_READ) if name in fields}
     args |= {argument: fields[name] for argument, name in RENAMED.items() if name in fields}
-    if _provider(fields).startswith("Gemma2"):  # by its own attention, not by a field
+    if provider.startswith("Gemma2"):  # by its own attention, not by a field
         args["window_attn_skip_freq"] = 2
     if all(fields.get(name) == value for name, value in _LLAMA3.items()):
         args |= {"use_rope_scaling": True, "rope_scaling_factor": fields.get("scale_factor")}
@@ -312,23 +321,10 @@ def _provider(fields: Mapping[str, Any]) -> str:
     return str(fields.get("_target_", "")).rpartition(".")[2]
 
 
-def _in_megatrons_words(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What some of Bridge's providers say otherwise. Wrappers have positions in several dimensions (`mrope`), which are
-    all the same in text."""
-    found: dict[str, Any] = {}
-    if fields.get("position_embedding_type") == "mrope":
-        found["position_embedding_type"] = "rope"
-    if _provider(fields).startswith("Gemma3"):
-        found |= _of_gemma_3(fields)
-    if _provider(fields).startswith("Gemma4"):
-        found |= _of_gemma_4(fields)
-    return found
-
-
 def _of_gemma_3(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Gemma 3 (models/gemma/gemma3_provider.py) has rotary bases of layers with a window and without, of which Megatron
-    has the latter, a window that counts the token itself, a number of layers that have it before one that has none,
-    and norms of queries and keys of which it says nothing."""
+    """Gemma 3 and 4 (models/gemma/gemma3_provider.py) have rotary bases of layers with a window and without, of which
+    Megatron has the latter, a window that counts the token itself, a number of layers that have it before one that has
+    none, and norms of queries and keys of which they say nothing."""
     found: dict[str, Any] = {"qk_layernorm": True}
     base, window, pattern = (fields.get(name) for name in ("rotary_base", "window_size", "interleaved_attn_pattern"))
     if isinstance(base, list) and len(base) == 2:
@@ -341,13 +337,4 @@ def _of_gemma_3(fields: Mapping[str, Any]) -> dict[str, Any]:
         found["window_attn_skip_freq"] = sum(pattern)
     elif isinstance(pattern, list):
         found["window_attn_skip_freq"] = [int(each == "sliding_attention") for each in pattern]
-    return found
-
-
-def _of_gemma_4(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Gemma 4 (models/gemma/gemma4_provider.py) has all this, too, but in its dense provider another word for the base;
-    its router divides by the sum, whatever is said."""
-    found = {**_of_gemma_3(fields), "softmax_scale": 1.0, "moe_router_pre_softmax": False}
-    if (base := fields.get("full_attention_rope_base")) is not None:
-        found["rotary_base"] = base
     return found
