@@ -11,7 +11,7 @@ the tokenizer in `model/.hf_metadata`, and its optimizer in `optim/`.
 
 import io
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -163,13 +163,17 @@ class DcpModelReader(TrainerDirectory):
         for each in filter(None, (index, index_of_optimizer)):
             dcp_metadata.check_apart(((n, piece.span) for n, one in each.tensors.items() for piece in one.pieces), path)
         self._stored = LogicalTensors({_full(kind, n): one for kind, of in tensors.items() for n, one in of.items()})
-        self.names_of = _trainer_with(tensors[""])
+        self.names_of: str | None = None
+        if any(name in tensors[""] for name in torchtitan_families.EMBEDDINGS):
+            self.names_of = TORCHTITAN
+        elif olmo_core_families.LAST_NORM in tensors[""]:
+            self.names_of = OLMO_CORE
         if self.names_of == OLMO_CORE and says_its_model(self) and not isinstance(self.model, UntabledModel):
             olmo_core.check_config(self.model, directory)
         self._unplaced: Sequence[str] = ()  # buffers of torchtitan's that the model has no place for
         self._places: dict[str, str | ComputedTensor] = {}
         for kind, found in tensors.items():
-            placed = self._by_hf_names({name: _full(kind, name) for name in found}, _full(kind, ""))
+            placed = by_model_names(self._placed({name: _full(kind, name) for name in found}, _full(kind, "")), path)
             self._places |= {_full(kind, name): place for name, place in placed.items()}
         specs = {name: self._stored.spec_at(place) for name, place in self._places.items()}
         self.specs: Mapping[str, TensorSpec]
@@ -210,13 +214,10 @@ class DcpModelReader(TrainerDirectory):
             named[kind] = _in_model(moments, self.path, beside, key_is_known=known)
         return named
 
-    def _by_hf_names(self, names: Mapping[str, str], prefix: str) -> dict[str, str | ComputedTensor]:
-        """Hugging Face's names of weights, or of moments, whose names in `_stored` have a `prefix`: for each the stored
-        tensor that it is, or its rows. `names` are a trainer's, and those in `_stored`; they stay what they are where
-        nothing says the model, or the family's are not known. Raises DamagedCheckpoint for two that are one tensor."""
-        return by_model_names(self._placed(names, prefix), self.path)
-
     def _placed(self, names: Mapping[str, str], prefix: str) -> Iterable[tuple[str, str, str | ComputedTensor]]:
+        """Weights, or moments, whose names in `_stored` have a `prefix`: of each a trainer's name, Hugging Face's, and
+        the stored tensor that it is, or its rows. `names` are the trainer's, and those in `_stored`; they stay what
+        they are where nothing says the model, or the family's are not known."""
         described = self.names_of and says_its_model(self)
         family = self.model.architecture if described else ""
         if self.names_of == TORCHTITAN and (titans := torchtitan_families.FAMILIES.get(family)):
@@ -339,13 +340,6 @@ def _has_state(span: Span) -> bool:
 def _full(kind: str, name: str) -> str:
     """The name of a weight, of which the kind is empty, or of a moment of this kind."""
     return state_name(kind, name) if kind else name
-
-
-def _trainer_with(names: Collection[str]) -> str | None:
-    """The trainer that has such names; None where they are Hugging Face's, or unknown."""
-    if any(name in names for name in torchtitan_families.EMBEDDINGS):
-        return TORCHTITAN
-    return OLMO_CORE if olmo_core_families.LAST_NORM in names else None
 
 
 def _in_model(

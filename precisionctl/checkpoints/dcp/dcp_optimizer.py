@@ -95,17 +95,16 @@ class DcpOptimizer:
 
     def groups(self) -> Iterator[ParameterGroup]:
         """The parameter groups. In torchtitan each parameter is a group, which is named after it."""
+        trained = {**self.moments.get(MOMENTS[0], {}), **self.moments.get(MOMENTUM, {})}
         for group, spans in self.settings.items():
             stored = {key: torch_zip.load(span.read(), span) for key, span in spans.items()}
-            yield stored_group(stored, next(iter(spans.values())).path, self._shapes(group))
-
-    def _shapes(self, group: Group) -> Mapping[str, tuple[int, ...]] | None:
-        trained = {**self.moments.get(MOMENTS[0], {}), **self.moments.get(MOMENTUM, {})}
-        listed = [group[1]]
-        if span := self.parameters.get(group):
-            with damage("a group of parameters that PyTorch does not save", span):
-                listed = [self.names.get(one, one) for one in torch_zip.load(span.read(), span)]
-        return {name: trained[name].shape for name in listed} if all(name in trained for name in listed) else None
+            names = [group[1]]
+            if span := self.parameters.get(group):
+                with damage("a group of parameters that PyTorch does not save", span):
+                    names = [self.names.get(one, one) for one in torch_zip.load(span.read(), span)]
+            known = all(name in trained for name in names)
+            shapes = {name: trained[name].shape for name in names} if known else None
+            yield stored_group(stored, next(iter(spans.values())).path, shapes)
 
 
 def split_off(index: Index, where: Path) -> tuple[dict[str, DcpTensor], DcpOptimizer]:

@@ -9,7 +9,7 @@ Weights in FP32 are the masters. An optimizer's settings are there for each para
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -96,11 +96,6 @@ def _kind(parameter: str) -> str:
     return re.sub(r"\d+", "#", parameter)
 
 
-def _is_megatrons(keys: Collection[str]) -> bool:
-    """Whether a model has Megatron's names. ChatGLM has an embedding of that name, too, and no such layers."""
-    return any(key.endswith(EMBEDDING) for key in keys) and any(layer_of(key) for key in keys)
-
-
 def recognise(path: Path) -> bool:
     """Whether `path` is such a directory, or one of its entries is an iteration, or the model of a step."""
     if not path.is_dir():
@@ -119,7 +114,8 @@ def open_reader(
         directory, apart = found
         check_link(directory, path)
         index = read_dcp(directory)
-        if _is_megatrons(index.tensors):
+        has_embedding = any(key.endswith(EMBEDDING) for key in index.tensors)  # ChatGLM has one of this name, too
+        if has_embedding and any(map(layer_of, index.tensors)):
             if directory == path and iteration is None and _is_complete(path):
                 return FsdpDtensorReader(path, hints=hints, index=index)
         else:

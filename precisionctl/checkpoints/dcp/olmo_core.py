@@ -6,7 +6,6 @@ Hugging Face's.
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from precisionctl.checkpoints.chunks import Box, Chunked, ComputedTensor
 from precisionctl.checkpoints.computed_rows import FoldedRows, SomeRows, TransposedRows
@@ -44,9 +43,11 @@ def check_config(model: ModelShape, directory: Path) -> None:
     if own_name(directory) != DIRECTORY or not has_file(path, above(directory)):
         return
     config = read_json(path, above(directory))
-    said = mapping_or_empty(config.get("model"))
+    of_model = mapping_or_empty(config.get("model"))
+    block_of_all, overrides = (mapping_or_empty(of_model.get(key)) for key in ("block", "block_overrides"))
+    by_name = {} if block_of_all.keys() & {"attention", "sequence_mixer"} else block_of_all  # of several kinds
     found = dict[str, tuple[object, object]]()
-    for block in _blocks(said):
+    for block in map(mapping_or_empty, (block_of_all, *by_name.values(), *overrides.values())):
         attention, norm = (mapping_or_empty(block.get(key)) for key in ("attention", "layer_norm"))
         mixer = mapping_or_empty(block.get("sequence_mixer"))
         attention = attention or (mixer if mixer.get("type") == "attention" else {})
@@ -69,14 +70,6 @@ def check_config(model: ModelShape, directory: Path) -> None:
     if found:
         differing = (f"{key} is {shown(its)} ({shown(ours)} by the reference)" for key, (its, ours) in found.items())
         raise DamagedCheckpoint(listed(differing), where=path, do="Is the reference of this model?")
-
-
-def _blocks(model: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What a config says of blocks: of all of them, or of some by name, and of single ones."""
-    every = mapping_or_empty(model.get("block"))
-    apart = [mapping_or_empty(one) for one in every.values()]
-    named = [] if any(key in every for key in ("attention", "sequence_mixer")) else apart
-    return [every, *named, *(mapping_or_empty(one) for one in mapping_or_empty(model.get("block_overrides")).values())]
 
 
 def placed(

@@ -153,7 +153,10 @@ def _boxes(
             first += expert * parallelism.expert // experts * of_experts
         for rank, boxes in enumerate(shard_boxes(spec, size)):
             for number, box in enumerate(boxes):
-                part, above = _part(spec, number)
+                part, above = "", 0
+                if spec.parallel.names:  # whose parts are stored apart, each without the rows above it
+                    part = f".{spec.parallel.names[number]}"
+                    above = sum(spec.parallel.rows_of_parts(spec.rows)[:number])
                 room = piece_bytes or box.elements * spec.dtype.itemsize
                 runs = in_pieces(box.row, box.rows, box.columns * spec.dtype.itemsize, room)
                 for row, rows in runs if box.elements else [(box.row, box.rows)]:  # PyTorch writes an empty one, too
@@ -162,13 +165,6 @@ def _boxes(
                     if above:
                         offsets = (offsets[0] - above, *offsets[1:])
                     yield _Box(first + rank, name, key + part, piece, (*at, *offsets), (*(1 for _ in at), *sizes))
-
-
-def _part(spec: TensorSpec, number: int) -> tuple[str, int]:
-    """If the parts of a tensor are stored apart: the suffix of a part's key, and the number of rows above the part."""
-    if not spec.parallel.names:
-        return "", 0
-    return f".{spec.parallel.names[number]}", sum(spec.parallel.rows_of_parts(spec.rows)[:number])
 
 
 def _stage(name: str, layers: int, stages: int) -> int:

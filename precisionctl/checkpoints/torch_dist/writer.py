@@ -12,7 +12,6 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from precisionctl.architectures.megatron.heterogeneous_args import ENCODED
 from precisionctl.checkpoints.base import Companions
@@ -62,9 +61,19 @@ class TorchDistWriter:
         self._parallelism, self._run, self._companions = parallelism, run, companions or Companions()
         self._live, self._te = live, te
         self._args = saved_args(run.args, model, specs, parallelism, run.iteration, "torch_dist")
-        self._by_layer = _keys_by_layer(self._args) or layers_differ(specs)
+        # Megatron loads each layer under its own key also where all happen to be alike
+        # (TransformerBlock.sharded_state_dict; of hybrid models, MambaStack.sharded_state_dict)
+        frequencies = (self._args.get("moe_layer_freq"), self._args.get("linear_attention_freq"))
+        by_kind = any(isinstance(each, list) or (type(each) is int and each > 1) for each in frequencies)
+        of_blocks = bool(self._args.get("is_hybrid_model") or self._args.get(ENCODED))
+        self._by_layer = by_kind or of_blocks or layers_differ(specs)
         self._keys = {name: stack(name, self._by_layer) for name in specs}
-        _check_stacks(specs, self._keys)
+        dtypes: dict[str, DType] = {}
+        for name, (key, _) in self._keys.items():
+            dtype, others = specs[name].dtype, dtypes.setdefault(key, specs[name].dtype)
+            if dtype != others:
+                what = f"`{name}` is {dtype}, others of its stack are {others}: torch_dist has one for all"
+                raise PrecisionError(what, do="Give --precision bf16, or --container torch.")
 
     @cached_property  # a plan needs no places
     def _placement(self) -> Placement:
@@ -127,23 +136,3 @@ class TorchDistWriter:
                 spans[key] = torch_zip.Span(path, offset, len(record))
                 offset += file.write(record)
         return spans
-
-
-def _check_stacks(specs: Mapping[str, TensorSpec], keys: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-    """Raise PrecisionError if tensors that are stacked in one stored tensor have different dtypes."""
-    dtypes: dict[str, DType] = {}
-    for name, (key, _) in keys.items():
-        if specs[name].dtype != dtypes.setdefault(key, specs[name].dtype):
-            raise PrecisionError(
-                f"`{name}` is {specs[name].dtype}, others of its stack are {dtypes[key]}: torch_dist has one for all",
-                do="Give --precision bf16, or --container torch.",
-            )
-
-
-def _keys_by_layer(args: Mapping[str, Any]) -> bool:
-    """Whether Megatron loads each layer under its own key although all are alike
-    (TransformerBlock.sharded_state_dict; of hybrid models, MambaStack.sharded_state_dict)."""
-    frequencies = (args.get("moe_layer_freq"), args.get("linear_attention_freq"))
-    return bool(args.get("is_hybrid_model") or args.get(ENCODED)) or any(
-        isinstance(f, list) or (type(f) is int and f > 1) for f in frequencies
-    )
