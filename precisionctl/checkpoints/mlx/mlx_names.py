@@ -261,7 +261,9 @@ def in_published_names(places: Places, config: dict[str, Any], where: Path) -> t
     """
     if quant_method_of(config) == OF_TRANSFORMERS:
         return places, config
-    coded = next((name for name, (_, tensor) in places.items() if _is_coded(name, tensor, places)), None)
+    words = [name for name, (_, tensor) in places.items() if tensor.spec.dtype == DType.uint32]
+    in_words = (name.removesuffix(".weight") for name in words if name.endswith(".weight"))
+    coded = next((f"{module}.weight" for module in in_words if f"{module}.scales" in places), None)
     if not (coded or saved_by_mlx(file for file, _ in places.values())):
         return places, config
     said = config.get(MLX_KEY)
@@ -292,7 +294,12 @@ def in_published_names(places: Places, config: dict[str, Any], where: Path) -> t
             found[each] = file, placed
     if not coded and not any(map(PART.fullmatch, found)):
         return found, config
-    return found, config | {"quantization_config": _of_modules(settings or {}, names) | {"quant_method": METHOD}}
+    said_of = dict[str, Any]()  # modules by the names of their published tensors
+    for key, value in (settings or {}).items():
+        weights_of_module = names.get(f"{key}.weight", [])
+        modules = [name.removesuffix(".weight") for name in weights_of_module] or [key]
+        said_of |= dict.fromkeys(modules, value)
+    return found, config | {"quantization_config": said_of | {"quant_method": METHOD}}
 
 
 def _of_text_model(
@@ -314,11 +321,6 @@ def _of_text_model(
     said = settings and {name.removeprefix(before): its for name, its in settings.items()}
     tied = model.tied_embeddings and "lm_head.weight" not in alone
     return alone, said, to_hf_config(replace(model, wrapper=None, tied_embeddings=tied), DType.bfloat16.value)
-
-
-def _is_coded(name: str, tensor: StoredTensor, places: Places) -> bool:
-    coded = name.endswith(".weight") and tensor.spec.dtype == DType.uint32
-    return coded and f"{name.removesuffix('weight')}scales" in places
 
 
 def saved_by_mlx(files: Iterable[Path]) -> bool:
@@ -357,12 +359,3 @@ def _published(
         published.format(*match.groups(), n=place): StoredTensor(spec, tensor.offset + place * spec.nbytes)
         for place in range(shape[0])
     }
-
-
-def _of_modules(said: Mapping[str, Any], names: Mapping[str, list[str]]) -> dict[str, Any]:
-    """What `quantization` says, with modules by the names of their published tensors."""
-    found = dict[str, Any]()
-    for key, value in said.items():
-        published = names.get(f"{key}.weight", [])
-        found |= {name.removesuffix(".weight"): value for name in published} if published else {key: value}
-    return found

@@ -160,16 +160,14 @@ def _read_ranks(path: Path, files: Files, fields: Mapping[str, Any]) -> tuple[Pa
         what = f"{counted(len(found), 'rank')} of tensor {shown(configured[0])} x pipeline {shown(configured[1])}"
         raise DamagedCheckpoint(what, where=path, do="Copy it again, from every machine that saved.")
     args = argparse.Namespace(**config.to_megatron_args(fields, f"{path}, {_CONFIG}"))
-    ranks = [Rank(*at, 0, span.path, {"args": args, "model": _state(span)}) for at, span in sorted(found.items())]
+    ranks = []
+    for at, span in sorted(found.items()):
+        state = torch_zip.skeleton_at(span)
+        if not isinstance(state, dict) or not all(type(name) is str for name in state):
+            raise DamagedCheckpoint("it holds no state dict", where=span)
+        model = by_model_names(((name, _PREFIX.sub("", name), value) for name, value in state.items()), span.path)
+        ranks.append(Rank(*at, 0, span.path, {"args": args, "model": model}))
     return Parallelism(tensor, pipeline), ranks
-
-
-def _state(span: Span) -> Mapping[str, Any]:
-    """A rank's state dict, without NeMo's prefix of all names."""
-    state = torch_zip.skeleton_at(span)
-    if not isinstance(state, dict) or not all(type(name) is str for name in state):
-        raise DamagedCheckpoint("it holds no state dict", where=span)
-    return by_model_names(((name, _PREFIX.sub("", name), value) for name, value in state.items()), span.path)
 
 
 def open_nemo(path: Path, hints: Hints = NO_HINTS) -> NemoSharded | NemoRanks:

@@ -8,7 +8,6 @@ piece, named after its place in the grid (zarr version 2). megatron-core compres
 import itertools
 import math
 import re
-from collections.abc import Iterator
 
 from precisionctl.checkpoints.nemo.files import Files, read_text
 from precisionctl.checkpoints.torch_files.dcp_metadata import DcpPiece, DcpTensor
@@ -61,14 +60,13 @@ def _tensor(files: Files, key: str) -> DcpTensor:
         grid = [size // part for size, part in zip(shape, piece, strict=True)]
         if math.prod(grid) > len(files):
             raise ValueError(f"{math.prod(grid)} pieces")
-        return DcpTensor(shape, dtype, tuple(_pieces(files, key, grid, piece, math.prod(piece) * dtype.itemsize)))
-
-
-def _pieces(files: Files, key: str, grid: list[int], size: tuple[int, ...], length: int) -> Iterator[DcpPiece]:
+    length, pieces = math.prod(piece) * dtype.itemsize, []
     for at in itertools.product(*map(range, grid)):
         name = f"{key}/{'.'.join(map(str, at)) or '0'}"
         span = files.get(name, Span(files[key + _ABOUT].path, 0, 0))
         if span.length != length:
             what = f"{name} is missing, or has not the {length} bytes of a piece"
             raise DamagedCheckpoint(what, where=span.path, do="Is the copy whole?")
-        yield DcpPiece(tuple(index * part for index, part in zip(at, size, strict=True)), size, span, bare=True)
+        offsets = tuple(number * part for number, part in zip(at, piece, strict=True))
+        pieces.append(DcpPiece(offsets, piece, span, bare=True))
+    return DcpTensor(shape, dtype, tuple(pieces))

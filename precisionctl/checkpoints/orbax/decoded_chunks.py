@@ -80,9 +80,13 @@ class DecodedChunks:
         number, offset = self._first[array.name]
         number, offset = number + within, offset + within * _pitch(array)
         if self._state[number] == _UNKNOWN:
-            with self._held(number):
+            # Other processes wait for this lock; threads of one may write the same bytes twice
+            fcntl.lockf(self._file, fcntl.LOCK_EX, 1, number)
+            try:
                 if self._state[number] == _UNKNOWN:  # no other process has done it meanwhile
                     self._state[number] = self._decode(array, at, offset)
+            finally:
+                fcntl.lockf(self._file, fcntl.LOCK_UN, 1, number)
         if self._state[number] == _ZEROS:
             return None
         mapped = mmap.mmap(self._file, array.chunk_bytes, offset=offset)  # ends with the tensor
@@ -98,33 +102,19 @@ class DecodedChunks:
             if len(piece) > left:
                 break
             with _on_disk():
-                _write(self._file, piece, offset + array.chunk_bytes - left)
-            left -= len(piece)
+                while piece:  # a write may end early
+                    written = os.pwrite(self._file, piece, offset + array.chunk_bytes - left)
+                    piece, left = piece[written:], left - written
         else:
             if not left:
                 return _IN_FILE
         what = f"a chunk of another size than {array.chunk_bytes} bytes"
         raise DamagedCheckpoint(what, where=where, do="Is the copy whole?")
 
-    @contextmanager
-    def _held(self, number: int) -> Iterator[None]:
-        """A lock on a chunk that other processes wait for. Threads of one may write the same bytes twice."""
-        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, number)
-        try:
-            yield
-        finally:
-            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, number)
-
 
 def _pitch(array: ZarrArray) -> int:
     """From one chunk to the next in the file: a multiple of what a mapping may begin at."""
     return -(-array.chunk_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-
-
-def _write(file: int, data: bytes, at: int) -> None:
-    while data:
-        done = os.pwrite(file, data, at)
-        data, at = data[done:], at + done
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

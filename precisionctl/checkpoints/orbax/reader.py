@@ -104,8 +104,9 @@ class OrbaxReader(TrainerDirectory):
             elif name.startswith(("opt_state.", AUX)) or _GENERATORS.fullmatch(name):
                 self.not_carried.append(name)
                 continue
-            else:
-                kind, parameter = "", _parameter(name)
+            else:  # as MaxText's converter has it: numbers of layers belong to the word before them
+                inside = name[outer.end() :] if (outer := _PARAMETERS.match(name)) else name
+                kind, parameter = "", re.sub(r"(?<=[^.])\.(\d+)(?=\.)", r"_\1", inside).removesuffix(".value")
             found.setdefault(kind, []).append((name, parameter, array))
         return {kind: by_model_names(arrays, self._item) for kind, arrays in found.items()}
 
@@ -192,13 +193,6 @@ class OrbaxReader(TrainerDirectory):
             return self._towers.chunks(TOWERS + name)
         place = self._places[name]
         return [Chunk(whole(TensorSpec(place.shape, place.array.dtype)), place)]
-
-
-def _parameter(name: str) -> str:
-    """A parameter's name inside the model, as MaxText's converter has it: numbers of layers belong to the word before
-    them, and the `value` of a variable of NNX is none."""
-    inside = _PARAMETERS.sub("", name, count=1) if _PARAMETERS.match(name) else name
-    return re.sub(r"(?<=[^.])\.(\d+)(?=\.)", r"_\1", inside).removesuffix(".value")
 
 
 def recognise(path: Path) -> bool:

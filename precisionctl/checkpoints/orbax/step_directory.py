@@ -22,13 +22,12 @@ _ITEMS = ("items", "default", "state")
 """MaxText's item; that of a manager with one item; and that of MaxText's emergency checkpoints."""
 
 
-def _is_item(path: Path) -> bool:
-    return any((path / name).is_file() for name in (METADATA, ocdbt.MANIFEST))
-
-
 def item_in(path: Path) -> Path | None:
     """A step's item, which a path may be itself; None if it is neither."""
-    return next((one for one in (path, *(path / item for item in _ITEMS)) if _is_item(one)), None)
+    for item in (path, *(path / name for name in _ITEMS)):
+        if any((item / name).is_file() for name in (METADATA, ocdbt.MANIFEST)):
+            return item
+    return None
 
 
 def steps_in(path: Path) -> dict[int, Path]:
