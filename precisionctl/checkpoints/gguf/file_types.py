@@ -38,13 +38,11 @@ def scheme_of(file_type: object, codes: Set[str]) -> GgufType | None:
     """The `--scheme` that makes a file of this `general.file_type` whose codes are of these types; None if none makes
     all of them. With Q4_0 llama-quantize makes an output layer in Q6_K, and exports do not."""
     scheme = next((each for each, number in FILE_TYPES.items() if number == file_type), None)
-    return scheme if scheme and codes <= _made_with(scheme) else None
-
-
-def _made_with(scheme: GgufType) -> frozenset[str]:
-    """The types of codes that a scheme makes of values: of a mixture its K-quants and those of more bits."""
-    if scheme in MIXTURES:
-        kinds = [*IN_FEWER_VALUES]
-        kinds = kinds[kinds.index(scheme[:4].upper()) :]
-        return frozenset({*kinds, *(IN_FEWER_VALUES[kind] for kind in kinds)})
-    return frozenset({scheme.upper()}) if scheme in ("q8_0", "q4_0") else frozenset()
+    made = set[str]()
+    if scheme in MIXTURES:  # its K-quants and those of more bits
+        types = [*IN_FEWER_VALUES]
+        for each in types[types.index(scheme[:4].upper()) :]:
+            made |= {each, IN_FEWER_VALUES[each]}
+    elif scheme in ("q8_0", "q4_0"):
+        made = {scheme.upper()}
+    return scheme if codes <= made else None

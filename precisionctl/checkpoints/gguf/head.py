@@ -102,7 +102,12 @@ def read_head(path: Path) -> GgufHead:
         tensors, keys = cursor.numbers("QQ")
         if tensors > _MOST_TENSORS or keys > _MOST_KEYS:
             raise cursor.damaged(f"{tensors} tensors and {keys} keys")
-        metadata, types = _read_metadata(cursor, keys)
+        metadata, types = dict[str, Any](), dict[str, str]()
+        for _ in range(keys):
+            key = cursor.string(_LONGEST_STRING)
+            if key in metadata:
+                raise cursor.damaged(f"the key {shown(key)} is there twice")
+            metadata[key], types[key] = _read_value(cursor, key)
         described = [_read_tensor(cursor) for _ in range(tensors)]
         start = cursor.at
     alignment = metadata.get(_ALIGNMENT_KEY, ALIGNMENT)
@@ -190,16 +195,6 @@ class _Cursor:
     def _check(self, count: int) -> None:
         if count > min(self.size, _LONGEST_HEAD) - self.at:
             raise self.damaged("truncated, or its head is longer than any model's")
-
-
-def _read_metadata(cursor: _Cursor, count: int) -> tuple[dict[str, Any], dict[str, str]]:
-    found, types = dict[str, Any](), dict[str, str]()
-    for _ in range(count):
-        key = cursor.string(_LONGEST_STRING)
-        if key in found:
-            raise cursor.damaged(f"the key {shown(key)} is there twice")
-        found[key], types[key] = _read_value(cursor, key)
-    return found, types
 
 
 def _read_value(cursor: _Cursor, key: str) -> tuple[Any, str]:

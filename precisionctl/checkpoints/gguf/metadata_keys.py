@@ -236,15 +236,15 @@ def _write_head_size(model: ModelShape) -> Said:
     return dict.fromkeys(("attention.key_length", "attention.value_length"), model.kv_channels)
 
 
-def _write_unusual_head_size(model: ModelShape) -> Said:
-    usual = model.kv_channels * model.num_attention_heads == model.hidden_size
-    return {} if usual else _write_head_size(model)
-
-
 HEAD_SIZE = GgufEntry(
     ("kv_channels",), ("attention.key_length", "attention.value_length"), _read_head_size, _write_head_size
 )
-UNUSUAL_HEAD_SIZE = replace(HEAD_SIZE, write=_write_unusual_head_size)
+UNUSUAL_HEAD_SIZE = replace(
+    HEAD_SIZE,
+    write=lambda model: (
+        {} if model.kv_channels * model.num_attention_heads == model.hidden_size else _write_head_size(model)
+    ),
+)
 """Which is written only where it does not follow from others."""
 
 
@@ -275,13 +275,13 @@ def _read_windows(file: Described) -> Fields:
     return {"window_layers": tuple(windows)} if windows else {}
 
 
-def _write_windows(model: ModelShape) -> Said:
-    windows = model.window_layers or (True,) * model.num_layers
-    return {PATTERN: list(windows)}
-
-
 WINDOW = integer("sliding_window", "attention.sliding_window")
-WINDOWS = GgufEntry(("window_layers",), (PATTERN,), _read_windows, _write_windows)
+WINDOWS = GgufEntry(
+    ("window_layers",),
+    (PATTERN,),
+    _read_windows,
+    lambda model: {PATTERN: list(model.window_layers or (True,) * model.num_layers)},
+)
 NO_WINDOW: Fields = {"sliding_window": None, "window_layers": None}
 
 

@@ -61,9 +61,9 @@ class GgufReader:
 
     With a reference, or a config.json in its directory, that says the model, and must not contradict the metadata;
     without one the metadata say it. `stored` are the tensors in its files, `coded` the formats of those whose values
-    are codes, and `mmproj` the files of a wrapper's towers in its directory. Raises UnknownFormat for a directory with
-    several models, NotUnderstood and DamagedCheckpoint as `read_head`, and UnknownArchitecture for a model of a family
-    that is not read of GGUF.
+    are codes, and `mmproj` the files of a wrapper's towers in its directory: one, or the same in several types. Raises
+    UnknownFormat for a directory with several models, NotUnderstood and DamagedCheckpoint as `read_head`, and
+    UnknownArchitecture for a model of a family that is not read of GGUF.
     """
 
     layout: Layout = "hf"
@@ -75,7 +75,8 @@ class GgufReader:
     def __init__(self, path: Path, hints: Hints = NO_HINTS) -> None:
         self.path = path
         self.files: Sequence[Path] = _files_of(path)
-        self.mmproj = _mmproj_in(path)
+        inside = path.glob("*.gguf") if path.is_dir() else ()
+        self.mmproj = sorted(each for each in inside if is_mmproj(each))[:_MOST_FILES]
         head = _read_heads(self.files)
         self.metadata = head.metadata
         own = read_companions(path) if path.is_dir() else Companions(directory=path.parent)
@@ -83,7 +84,11 @@ class GgufReader:
         self.companions = needed_hints(hints, self.own_companions).companions or self.own_companions
         self.model, family = self._described(head)
         if "config.json" not in self.companions.files:
-            self.own_companions = self.companions = self._with_tokens(self.own_companions)
+            said = {f"{word}_token_id": self.metadata.get(f"tokenizer.ggml.{TOKEN_IDS[word]}") for word in _NAMED}
+            if tokens := {key: token for key, token in said.items() if is_token(token, self.model)}:
+                files = {GENERATION: to_json(tokens), **self.own_companions.files}
+                self.own_companions = replace(self.own_companions, files=files)
+            self.companions = self.own_companions
         weights = {name: tensor for name, tensor in head.tensors.items() if name not in ROTARY_TENSORS}
         self._made = hf_tensors(weights, family, self.model, path)
         self.specs: Mapping[str, TensorSpec] = {name: made.spec for name, made in self._made.items()}
@@ -101,7 +106,14 @@ class GgufReader:
             command = f"`export-inference --target llama.cpp --scheme {scheme}`"
             back = f"{command} makes such anew." if scheme else NO_WAY_BACK
             yield f"Weights were {self.words}. {back}"
-        yield from self._ended_otherwise()
+        # A chat model's file ends texts otherwise than its base, and is of the same model
+        files, token = self.companions.files, self.metadata.get("tokenizer.ggml.eos_token_id")
+        configs = (parse_json(files[name], name) for name in ("config.json", GENERATION) if name in files)
+        ends = [end for each in configs if (end := each.get("eos_token_id")) is not None]
+        same = any(token == end or isinstance(end, list) and token in end for end in ends)
+        if token is not None and ends and not same:
+            said = f"with {shown(ends[-1])} by {self.companions.directory}, which is kept"
+            yield f"A text ends with token {shown(token)} by the file, and {said}."
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         return self._made[name].chunks()
@@ -111,23 +123,6 @@ class GgufReader:
 
     def decoded_from(self, name: str) -> str:
         return self._made[name].decoded_from
-
-    def _with_tokens(self, own: Companions) -> Companions:
-        """Companions with a generation_config.json of the file's tokens, if it names any and they have none."""
-        said = {f"{word}_token_id": self.metadata.get(f"tokenizer.ggml.{TOKEN_IDS[word]}") for word in _NAMED}
-        tokens = {key: token for key, token in said.items() if is_token(token, self.model)}
-        return replace(own, files={GENERATION: to_json(tokens), **own.files}) if tokens else own
-
-    def _ended_otherwise(self) -> Iterator[str]:
-        """A note that none of the tokens with which a text ends by config.json and its like is the file's. A chat
-        model's file has another than its base, and is of the same model."""
-        files, token = self.companions.files, self.metadata.get("tokenizer.ggml.eos_token_id")
-        configs = (parse_json(files[name], name) for name in ("config.json", GENERATION) if name in files)
-        named = [end for each in configs if (end := each.get("eos_token_id")) is not None]
-        if token is None or not named or any(token == end or isinstance(end, list) and token in end for end in named):
-            return
-        said = f"with {shown(named[-1])} by {self.companions.directory}, which is kept"
-        yield f"A text ends with token {shown(token)} by the file, and {said}."
 
     def _described(self, head: GgufHead) -> tuple[ModelShape, GgufFamily]:
         """The model, and the table of its tensors."""
@@ -180,11 +175,6 @@ def _files_of(path: Path) -> list[Path]:
     for file in files:
         check_file(file, path.resolve().parent if is_named and file == path else path.parent)
     return files
-
-
-def _mmproj_in(path: Path) -> Sequence[Path]:
-    """The files of a wrapper's towers in a directory: one, or the same in several types."""
-    return sorted(each for each in path.glob("*.gguf") if is_mmproj(each))[:_MOST_FILES] if path.is_dir() else []
 
 
 def _read_heads(files: Sequence[Path]) -> GgufHead:

@@ -17,7 +17,6 @@ from precisionctl.architectures.rope import LLAMA3
 from precisionctl.checkpoints.base import WITH_REFERENCE
 from precisionctl.checkpoints.chunks import read_bytes
 from precisionctl.checkpoints.gguf.family import GgufFamily
-from precisionctl.checkpoints.gguf.head import GgufTensor
 from precisionctl.checkpoints.gguf.metadata import Described, shortest
 from precisionctl.checkpoints.gguf.rope_keys import BEYOND_CONTEXT, OF_LLAMA3
 from precisionctl.checkpoints.gguf.tensors import GgufPart
@@ -84,10 +83,19 @@ def scaling_with_tensors(
         if not _SAID_BY[name] & family.scalings.keys():
             what = f"`{name}` is there, and no rotary embeddings of llama.cpp's {file.architecture} are scaled by it"
             raise DamagedCheckpoint(what, do="Is the file of such a model?")
-        factors[name] = _factors(name, file.tensors[name])
+        tensor = file.tensors[name]
+        if tensor.format.dtype != DType.float32 or len(tensor.shape) != 1 or not 0 < tensor.shape[0] <= _MOST_FACTORS:
+            what = f"`{name}` is {tensor.format.name} {list(tensor.shape)}, no factors of rotary embeddings"
+            raise DamagedCheckpoint(what)
+        stored = read_bytes(GgufPart(name, tensor), name, 0, tensor.shape[0])
+        factors[name] = stored.view(np.float32).reshape(-1)
     scaling = said["rope_scaling"]
     if _FREQUENCIES in factors and "proportional" in family.scalings:
-        scaling = _proportional(factors[_FREQUENCIES])
+        pairs = factors[_FREQUENCIES]
+        turned = int((pairs == 1).sum())
+        if not ((pairs[:turned] == 1).all() and (pairs[turned:] == np.float32(_STILL)).all()):
+            raise CheckpointError(f"`{_FREQUENCIES}` are other factors than Gemma 4's", do=WITH_REFERENCE)
+        scaling = {"rope_type": "proportional", "partial_rotary_factor": turned / len(pairs)}
     elif _FREQUENCIES in factors:
         scaling = {**(scaling or {}), **_llama3(factors[_FREQUENCIES], said, file, family, reference)}
     lists = {
@@ -98,20 +106,6 @@ def scaling_with_tensors(
     of_reference = reference and reference.rope_scaling or {}
     unsaid = scaling is None and of_reference.get("rope_type") in family.scalings.keys() & BEYOND_CONTEXT.keys()
     return dict(of_reference) if unsaid else scaling
-
-
-def _factors(name: str, tensor: GgufTensor) -> NDArray[np.float32]:
-    if tensor.format.dtype != DType.float32 or len(tensor.shape) != 1 or not 0 < tensor.shape[0] <= _MOST_FACTORS:
-        what = f"`{name}` is {tensor.format.name} {list(tensor.shape)}, no factors of rotary embeddings"
-        raise DamagedCheckpoint(what)
-    return read_bytes(GgufPart(name, tensor), name, 0, tensor.shape[0]).view(np.float32).reshape(-1)
-
-
-def _proportional(factors: NDArray[np.float32]) -> dict[str, Any]:
-    turned = int((factors == 1).sum())
-    if not ((factors[:turned] == 1).all() and (factors[turned:] == np.float32(_STILL)).all()):
-        raise CheckpointError(f"`{_FREQUENCIES}` are other factors than Gemma 4's", do=WITH_REFERENCE)
-    return {"rope_type": "proportional", "partial_rotary_factor": turned / len(factors)}
 
 
 def _llama3(

@@ -22,7 +22,6 @@ from precisionctl.checkpoints.tensor_changes import SAME, AsItIs, Shape, TensorC
 from precisionctl.codes import numerics
 from precisionctl.codes.elements import Cast, ToDType
 from precisionctl.codes.ggml_blocks import ENCODED, blocks_of
-from precisionctl.codes.ggml_formats import BlockFormat
 from precisionctl.codes.row_factors import RoundedProducts, RowFactors
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, UnmappedTensor, at
@@ -112,10 +111,11 @@ class ChangedTensor:
     @cached_property
     def cast(self) -> Cast | None:
         """How ggml makes its codes, if they are of formats that are made here, or what rounds products."""
-        formats = [part.tensor.format for part in self.parts]
-        casts = [cast for form in formats if (cast := _cast_to(form)) is not None]
-        if len(casts) < len(formats):
-            return None
+        formats, casts = [part.tensor.format for part in self.parts], list[Cast]()
+        for form in formats:
+            if form.dtype is None and form.name not in ENCODED:
+                return None
+            casts.append(ToDType(form.dtype) if form.dtype else blocks_of(form))
         if self.factors:
             return RoundedProducts(self.factors, casts[0])
         if all(form.dtype for form in formats):
@@ -149,7 +149,10 @@ class ChangedTensor:
             alone = self.change.alone(self.model)
             each = self.spec.rows // alone
             first, stop = row // each, -(-(row + rows) // each)
-            parts = [_runs_of(part, first, stop - first, alone) for part in self.parts]
+            parts = []
+            for part in self.parts:
+                of_run = part.shape[0] // alone
+                parts.append(part.rows(first * of_run, (stop - first) * of_run))
             found = self.change.to_hf(parts, self.model)[row - first * each :][:rows]
         return found.reshape(rows, -1).to(self.spec.dtype.torch)
 
@@ -173,13 +176,6 @@ class ChangedTensor:
                 found[torch.from_numpy(here)] = values[torch.from_numpy(numbers[here] - start - first)].to(found.dtype)
             start += part.shape[0]
         return found
-
-
-def _cast_to(form: BlockFormat) -> Cast | None:
-    """What becomes of values in a format; None where that is not known here."""
-    if form.dtype:
-        return ToDType(form.dtype)
-    return blocks_of(form) if form.name in ENCODED else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,12 +218,6 @@ def _runs(numbers: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Iterator[tuple
     yield from zip(firsts.tolist(), (lasts - firsts + 1).tolist(), strict=True)
 
 
-def _runs_of(part: GgufPart, first: int, count: int, alone: int) -> Tensor:
-    """Of a part that is so many equal runs of rows, `count` of them."""
-    each = part.shape[0] // alone
-    return part.rows(first * each, count * each)
-
-
 def hf_tensors(
     tensors: Mapping[str, GgufTensor], family: GgufFamily, model: ModelShape, where: object
 ) -> dict[str, ChangedTensor]:
@@ -253,7 +243,10 @@ def hf_tensors(
             raise DamagedCheckpoint(f"no `{missing[0]}` beside `{next(iter(parts))}`", where=where)
         there = [parts[name] for name in needed[1]]
         if hf in shapes and (isinstance(row.change, AsItIs) or not row.change.moves_rows):
-            there = [*map(_with_ones, there, row.change.part_shapes(shapes[hf], model))]
+            for number, shape in enumerate(row.change.part_shapes(shapes[hf], model)):
+                part = there[number]
+                if part.shape != shape and part.shape == without_ones(shape):  # as llama-quantize leaves them out
+                    there[number] = replace(part, tensor=replace(part.tensor, shape=shape))
         made[hf] = ChangedTensor(there, row.change, model)
         with at(where):
             _ = made[hf].spec
@@ -271,13 +264,6 @@ def _hf_shapes(model: ModelShape, most: int) -> dict[str, Shape]:
         for place in row.places(model)
         for name, shape in zip(names(row, "hf", place), row.shapes(model, "hf"), strict=True)
     }
-
-
-def _with_ones(part: GgufPart, shape: Shape) -> GgufPart:
-    """A part with first dimensions of 1 that its `shape` has: llama-quantize leaves them out."""
-    if part.shape == shape or part.shape != without_ones(shape):
-        return part
-    return replace(part, tensor=replace(part.tensor, shape=shape))
 
 
 def _slices(

@@ -33,19 +33,6 @@ def _read_norm(file: Described) -> Fields:
     return {"normalization": "LayerNorm", "norm_epsilon": said}
 
 
-def _write_norm(model: ModelShape) -> keys.Said:
-    kind = "layer_norm" if model.layer_norms else "layer_norm_rms"
-    return {f"attention.{kind}_epsilon": float(model.norm_epsilon)}
-
-
-def _read_scores(file: Described) -> Fields:
-    return {"moe.score_function": "softmax" if expert_keys.is_scored_by("softmax", file) else "sigmoid"}
-
-
-def _write_scores(model: ModelShape) -> keys.Said:
-    return expert_keys.scored_by(keys.value_of(model, "moe.score_function")).write(model)
-
-
 def _read_shared(file: Described) -> Fields:
     each, size = file.count("expert_feed_forward_length"), file.count("expert_shared_count", 0)
     return {"moe.shared_ffn_hidden_size": file.count("expert_shared_feed_forward_length", each * size) or None}
@@ -65,9 +52,18 @@ def _in_window_or_dense(fields: Fields) -> tuple[bool, ...]:
 
 
 _NORM = keys.GgufEntry(
-    ("normalization", "norm_epsilon"), (*keys.LAYER_NORM_EPSILON.keys, *keys.EPSILON.keys), _read_norm, _write_norm
+    ("normalization", "norm_epsilon"),
+    (*keys.LAYER_NORM_EPSILON.keys, *keys.EPSILON.keys),
+    _read_norm,
+    lambda model: (keys.LAYER_NORM_EPSILON if model.layer_norms else keys.EPSILON).write(model),
 )
-_SCORES = replace(expert_keys.scored_by("sigmoid"), read=_read_scores, write=_write_scores)
+_SCORES = replace(
+    expert_keys.scored_by("sigmoid"),
+    read=lambda file: {
+        "moe.score_function": "softmax" if expert_keys.is_scored_by("softmax", file) else "sigmoid",
+    },
+    write=lambda model: expert_keys.scored_by(keys.value_of(model, "moe.score_function")).write(model),
+)
 _SHARED = keys.GgufEntry(
     expert_keys.SHARED_COUNT.fields,
     (*expert_keys.SHARED_COUNT.keys, *expert_keys.SHARED_EXPERT_SIZE.keys),

@@ -51,11 +51,6 @@ _ROWS_WITH_INDEXERS = [
 # Latent attention
 
 
-def _is_lite(fields: Fields) -> bool:
-    """Whether llama.cpp takes a model for one that projects queries in one step: it goes by the number of layers."""
-    return fields["num_layers"] in (26, 27) or (fields["num_layers"], fields["vocab_size"]) == (48, 128256)
-
-
 def _read_query_rank(file: Described) -> Fields:
     rank = file.count("attention.q_lora_rank", None)
     return {"mla.q_lora_rank": rank if file.has("blk.0.attn_q_a.weight") else None}
@@ -63,7 +58,9 @@ def _read_query_rank(file: Described) -> Fields:
 
 def _write_query_rank(model: ModelShape) -> keys.Said:
     rank: int | None = keys.value_of(model, "mla.q_lora_rank")
-    if (rank is None) != _is_lite(vars(model)):
+    # llama.cpp takes a model for one that projects queries in one step by its number of layers
+    is_lite = model.num_layers in (26, 27) or (model.num_layers, model.vocab_size) == (48, 128256)
+    if (rank is None) != is_lite:
         how = "one step" if rank is None else "two steps"
         raise keys.refused(model, f"of {model.num_layers} layers that projects queries in {how}")
     return {} if rank is None else {"attention.q_lora_rank": rank}
@@ -222,14 +219,6 @@ _FUSED_EXPERTS = [
 ]
 
 
-def _write_query_length(model: ModelShape) -> keys.Said:
-    return (
-        {"attention.temperature_length": (model.rope_scaling or {})[rope_keys.ORIGINAL]}
-        if model.query_scaling_beta
-        else {}
-    )
-
-
 def _read_query_length(file: Described) -> Fields:
     if file.number("attention.temperature_scale", 0.0):
         file.expect("attention.temperature_length", file.count("rope.scaling.original_context_length"))
@@ -238,7 +227,16 @@ def _read_query_length(file: Described) -> Fields:
 
 _QUERY_SCALING = (
     rope_keys.QUERY_SCALING,
-    keys.GgufEntry((), ("attention.temperature_length",), _read_query_length, _write_query_length),
+    keys.GgufEntry(
+        (),
+        ("attention.temperature_length",),
+        _read_query_length,
+        lambda model: (
+            {"attention.temperature_length": (model.rope_scaling or {})[rope_keys.ORIGINAL]}
+            if model.query_scaling_beta
+            else {}
+        ),
+    ),
 )
 """Which llama.cpp reads, and its converter leaves out."""
 

@@ -4,11 +4,9 @@ multiplied by them, in FP32, before they are rounded.
 Sources: llama.cpp's src/models/falcon-h1.cpp and mamba-base.cpp, and conversion/falcon_h1.py and mamba.py.
 """
 
-from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf import metadata_keys as keys, rope_keys, tensor_rows as rows
 from precisionctl.checkpoints.gguf.families.gguf_mamba2 import MIXER_AS_MAMBA2, mixer
 from precisionctl.checkpoints.gguf.family import GgufFamily
-from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.tensor_changes import SAME, Multiplied, TensorChange
 from precisionctl.codes.row_factors import RowFactors
 from precisionctl.model.model_shape import ModelShape
@@ -52,14 +50,11 @@ _ROWS = [
 ]
 
 
-def _read_pattern(file: Described) -> Fields:
-    return {
-        "mamba.pattern": "P" * file.layers(),
-        "mamba.gated_norm": file.has("blk.0.ssm_norm.weight"),
-    }
-
-
-_MIXER_BESIDE = keys.GgufEntry(("mamba.pattern", "mamba.gated_norm"), (), _read_pattern)
+_MIXER_BESIDE = keys.GgufEntry(
+    ("mamba.pattern", "mamba.gated_norm"),
+    (),
+    lambda file: {"mamba.pattern": "P" * file.layers(), "mamba.gated_norm": file.has("blk.0.ssm_norm.weight")},
+)
 _GROUPS = keys.write_only(lambda model: {keys.HEADS_KV: model.num_query_groups})
 """Behind the others, and what EQUAL_HEADS reads."""
 

@@ -14,16 +14,12 @@ from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.tensor_changes import PLUS_ONE
 from precisionctl.errors import UnknownArchitecture
-from precisionctl.model.model_shape import ModelShape
 
 _DECODER = [*rows.outside_layers(PLUS_ONE), *rows.ATTENTION, *rows.MLP]
-
-
-def _write_unusual_rope(model: ModelShape) -> keys.Said:
-    return {} if (model.rotary_base, model.rope_scaling) == (1e4, None) else rope_keys.ROPE.write(model)
-
-
-_UNUSUAL_ROPE = replace(rope_keys.ROPE, write=_write_unusual_rope)
+_UNUSUAL_ROPE = replace(
+    rope_keys.ROPE,
+    write=lambda model: {} if (model.rotary_base, model.rope_scaling) == (1e4, None) else rope_keys.ROPE.write(model),
+)
 """The converter does not write the base."""
 _KEYS = (keys.CONTEXT, keys.WIDTH, keys.LAYERS, keys.MLP_SIZE, keys.HEADS, keys.EPSILON, keys.HEAD_SIZE, _UNUSUAL_ROPE)
 

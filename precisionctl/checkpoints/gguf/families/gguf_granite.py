@@ -40,17 +40,18 @@ def _read_score_scale(file: Described) -> Fields:
     return {"query_pre_attn_scalar": real(scale, f"{file.architecture}.attention.scale") ** -2}
 
 
-def _write_score_scale(model: ModelShape) -> keys.Said:
-    return {"attention.scale": float((model.query_pre_attn_scalar or model.kv_channels) ** -0.5)}
-
-
 _SWITCH = keys.expected("rope.scaling.finetuned", True)
 """llama.cpp takes the key for a switch of rotary embeddings."""
 _USED, _SHARED = "expert_used_count", "expert_shared_feed_forward_length"
 _MULTIPLIERS = (
     keys.VOCABULARY,
     rope_keys.TURNED,
-    keys.GgufEntry(("query_pre_attn_scalar",), ("attention.scale",), _read_score_scale, _write_score_scale),
+    keys.GgufEntry(
+        ("query_pre_attn_scalar",),
+        ("attention.scale",),
+        _read_score_scale,
+        lambda model: {"attention.scale": float((model.query_pre_attn_scalar or model.kv_channels) ** -0.5)},
+    ),
     keys.number("embedding_multiplier", "embedding_scale", 1.0),
     keys.number("residual_multiplier", "residual_scale", 1.0),
     keys.number("logits_scaling", "logit_scale"),

@@ -52,18 +52,20 @@ def _pattern(model: ModelShape) -> str:
     return model.mamba.pattern if model.mamba else ""
 
 
-def _write_sizes(model: ModelShape) -> keys.Said:
-    groups = [model.num_query_groups if kind == "*" else 0 for kind in _pattern(model)[::2]]
-    return {
+_SIZES = keys.write_only(
+    lambda model: {
         "feed_forward_length": model.ffn_hidden_size,
         "attention.head_count": model.num_attention_heads,
-        keys.HEADS_KV: groups,
+        keys.HEADS_KV: [model.num_query_groups if kind == "*" else 0 for kind in _pattern(model)[::2]],
     }
-
-
-def _write_experts(model: ModelShape) -> keys.Said:
-    number, used = (model.moe.num_experts, model.moe.topk) if model.moe else (1, 1)
-    return {"expert_count": number, "expert_used_count": used}
+)
+_EXPERTS = keys.write_only(
+    lambda model: {
+        "expert_count": model.moe.num_experts if model.moe else 1,
+        "expert_used_count": model.moe.topk if model.moe else 1,
+    }
+)
+"""What _LAYERS reads."""
 
 
 def _read_channels(file: Described) -> Fields:
@@ -109,11 +111,11 @@ FAMILIES = {
             *rows.experts("feed_forward.experts"),
         ],
         keys=(
-            *(_LAYERS, keys.CONTEXT, keys.WIDTH, keys.write_only(_write_sizes), _CHANNELS),
+            *(_LAYERS, keys.CONTEXT, keys.WIDTH, _SIZES, _CHANNELS),
             keys.integer("mamba.state_dim", "ssm.state_size"),
             keys.integer("mamba.dt_rank", "ssm.time_step_rank"),
             keys.EPSILON,
-            keys.write_only(_write_experts),
+            _EXPERTS,
         ),
         reads=(rope_keys.ROPE,),  # which no layer has
         turned=None,

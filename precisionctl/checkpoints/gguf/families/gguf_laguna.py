@@ -18,17 +18,12 @@ def _usual(layers: int) -> list[bool]:
     return [layer % 4 != 0 for layer in range(layers)]
 
 
-def _windows(file: Described) -> list[bool]:
-    layers = file.decoder_layers()
-    if not file.count("attention.sliding_window", 0):
-        return [False] * layers
-    return file.flags(keys.PATTERN) or _usual(layers)
-
-
 def _read_attention(file: Described) -> Fields:
-    windows, heads = _windows(file), file.counts(_HEADS, least=1)
+    layers, heads = file.decoder_layers(), file.counts(_HEADS, least=1)
+    window = file.count("attention.sliding_window", 0) or None
+    windows = (file.flags(keys.PATTERN) or _usual(layers)) if window else [False] * layers
     in_window, elsewhere = (
-        keys.one_of(file, _HEADS, [number for number, window in zip(heads, windows, strict=True) if window is kind])
+        keys.one_of(file, _HEADS, [number for number, has in zip(heads, windows, strict=True) if has is kind])
         for kind in (True, False)
     )
     size = keys.head_size(file)
@@ -37,19 +32,13 @@ def _read_attention(file: Described) -> Fields:
     return {
         "num_query_groups": keys.one_of(file, keys.HEADS_KV, file.counts(keys.HEADS_KV, least=1)),
         "window_layers": tuple(windows) if any(windows) and not all(windows) else None,
-        "sliding_window": file.count("attention.sliding_window", 0) or None,
+        "sliding_window": window,
         **by_kind(
             windows,
             {"num_attention_heads": in_window, "rotary_percent": turned_in_window / size},
             {"num_attention_heads": elsewhere, "rotary_percent": turned / size},
         ),
     }
-
-
-def _write_heads(model: ModelShape) -> keys.Said:
-    windows = model.windows
-    heads = [model.attention_of(window).num_attention_heads for window in windows]
-    return {_HEADS: heads, keys.HEADS_KV: model.num_query_groups}
 
 
 def _write_window(model: ModelShape) -> keys.Said:
@@ -75,7 +64,10 @@ _ATTENTION = keys.GgufEntry(
         *("rope.dimension_count", "rope.dimension_count_swa"),
     ),
     _read_attention,
-    _write_heads,
+    lambda model: {
+        _HEADS: [model.attention_of(window).num_attention_heads for window in model.windows],
+        keys.HEADS_KV: model.num_query_groups,
+    },
 )
 
 

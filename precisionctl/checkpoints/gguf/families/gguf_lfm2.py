@@ -8,7 +8,6 @@ from precisionctl.checkpoints.gguf import expert_keys, metadata_keys as keys, te
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 from precisionctl.checkpoints.gguf.metadata import Described
 from precisionctl.checkpoints.tensor_changes import KERNEL
-from precisionctl.model.model_shape import ModelShape
 
 _ROWS = [
     *rows.outside_layers()[::2],
@@ -37,16 +36,16 @@ def _read_convolutions(file: Described) -> Fields:
     return {**keys.read_some_heads(file, listed), "short_conv.layers": tuple(not number for number in listed)}
 
 
-def _write_convolutions(model: ModelShape) -> keys.Said:
-    heads = [0 if model.has_short_conv(layer) else model.num_query_groups for layer in range(model.num_layers)]
-    return {"attention.head_count": model.num_attention_heads, keys.HEADS_KV: heads}
-
-
 _CONVOLUTIONS = keys.GgufEntry(
     ("num_attention_heads", "num_query_groups", "short_conv.layers"),
     keys.HEADS.keys,
     _read_convolutions,
-    _write_convolutions,
+    lambda model: {
+        "attention.head_count": model.num_attention_heads,
+        keys.HEADS_KV: [
+            0 if model.has_short_conv(layer) else model.num_query_groups for layer in range(model.num_layers)
+        ],
+    },
 )
 _TAPS = keys.integer("short_conv.kernel_dim", "shortconv.l_cache")
 

@@ -46,12 +46,6 @@ def _write_step(model: ModelShape) -> keys.Said:
 _STEP = keys.GgufEntry(("moe.layer_freq",), ("interleave_moe_layer_step",), _read_step, _write_step)
 
 
-def _blends_none(scaling: Fields) -> Fields:
-    """Between the frequencies that Llama 3's scaling divides and those that it leaves, its releases have none."""
-    unsaid = scaling.get("rope_type") == "llama3" and "high_freq_factor" not in scaling
-    return {"high_freq_factor": 1.0} if unsaid else {}
-
-
 FAMILIES = {
     "llama": _LLAMA,
     "mistral": _AS_LLAMA,
@@ -109,6 +103,11 @@ FAMILIES = {
             "moe.probs_on_input": True,
         },
         scalings=rope_keys.AND_LLAMA3,
-        of_scaling=_blends_none,
+        # between the frequencies that Llama 3's scaling divides and those that it leaves, the releases have none
+        of_scaling=lambda scaling: (
+            {"high_freq_factor": 1.0}
+            if scaling.get("rope_type") == "llama3" and "high_freq_factor" not in scaling
+            else {}
+        ),
     ),
 }

@@ -93,11 +93,6 @@ _NO_POSITIONS = replace(keys.always("rope.scaling.finetuned", False), read=_read
 """Of attention."""
 
 
-def _read_groups(file: Described) -> Fields:
-    number, best = file.count("expert_group_count", 1), file.count("expert_group_used_count", 1)
-    return {"moe.num_groups": number, "moe.group_topk": best}
-
-
 def _write_shared_size(model: ModelShape) -> keys.Said:
     if model.moe and model.moe.shared_ffn_hidden_size is None:
         raise keys.refused(model, "without shared experts")
@@ -105,7 +100,13 @@ def _write_shared_size(model: ModelShape) -> keys.Said:
 
 
 _NORMALISED = keys.always("expert_weights_norm", True)
-_GROUPS = replace(expert_keys.groups(2), read=_read_groups)
+_GROUPS = replace(
+    expert_keys.groups(2),
+    read=lambda file: {
+        "moe.num_groups": file.count("expert_group_count", 1),
+        "moe.group_topk": file.count("expert_group_used_count", 1),
+    },
+)
 """Which config.json says also where they are one."""
 _SHARED_SIZE = replace(expert_keys.SHARED_EXPERT_SIZE, write=_write_shared_size)
 _LATENT_SIZE = replace(

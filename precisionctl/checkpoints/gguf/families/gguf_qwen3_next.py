@@ -117,19 +117,10 @@ _DELTA_NET_OF_QWEN3_5 = [
 ]
 
 
-def _read_value_size(file: Described) -> Fields:
-    return {"gdn.value_head_dim": file.share("ssm.inner_size", "ssm.time_step_rank")}
-
-
 def _read_recurrent(file: Described) -> Fields:
     layers, number = file.decoder_layers(), file.count("full_attention_interval", 4, least=1)
     usual = [(layer + 1) % number != 0 for layer in range(layers)]
     return {"gdn.layers": tuple(file.flags("attention.recurrent_layers") or usual)}
-
-
-def _write_recurrent(model: ModelShape) -> keys.Said:
-    recurrent = [*keys.value_of(model, "gdn.layers"), *[False] * model.mtp_num_layers]
-    return {"attention.recurrent_layers": recurrent, "full_attention_interval": 4}
 
 
 _DELTA_NET = (
@@ -140,14 +131,17 @@ _DELTA_NET = (
     keys.GgufEntry(
         ("gdn.value_head_dim",),
         ("ssm.inner_size",),
-        _read_value_size,
+        lambda file: {"gdn.value_head_dim": file.share("ssm.inner_size", "ssm.time_step_rank")},
         lambda model: {"ssm.inner_size": keys.value_of(model, "gdn.value_size")},
     ),
     keys.GgufEntry(
         ("gdn.layers",),
         ("attention.recurrent_layers", "full_attention_interval"),
         _read_recurrent,
-        _write_recurrent,
+        lambda model: {
+            "attention.recurrent_layers": [*keys.value_of(model, "gdn.layers"), *[False] * model.mtp_num_layers],
+            "full_attention_interval": 4,
+        },
     ),
 )
 

@@ -50,25 +50,19 @@ def _read_attention(file: Described) -> Fields:
     }
 
 
-def _write_heads(model: ModelShape) -> keys.Said:
-    return {_HEADS: [model.attention_of(window).num_attention_heads for window in _windows(model)]}
-
-
 _ATTENTION = keys.GgufEntry(
     ("num_query_groups", "window_layers", *(f"{of}{each}" for of in ("", "global_attention.") for each in _WIDTHS)),
     (_HEADS, keys.HEADS_KV, keys.PATTERN, *_TURNED),
     _read_attention,
-    _write_heads,
+    lambda model: {_HEADS: [model.attention_of(window).num_attention_heads for window in _windows(model)]},
 )
-
-
-def _write_layers_with_experts(model: ModelShape) -> keys.Said:
-    experts = keys.value_of(model, "moe.layer_freq")
-    return {"leading_dense_block_count": (*experts, True).index(True), "moe_every_n_layers": 1}
-
-
 _LAYERS_WITH_EXPERTS = keys.ignored_keys(
-    "leading_dense_block_count", "moe_every_n_layers", write=_write_layers_with_experts
+    "leading_dense_block_count",
+    "moe_every_n_layers",
+    write=lambda model: {
+        "leading_dense_block_count": (*keys.value_of(model, "moe.layer_freq"), True).index(True),
+        "moe_every_n_layers": 1,
+    },
 )
 """llama.cpp goes by the tensors, as ROUTED_LAYERS does."""
 
