@@ -1,10 +1,11 @@
-"""StableLM and Phi-2, older models with layer norms.
+"""StableLM, Phi-2 and StarCoder2, older models with layer norms.
 
-Sources: llama.cpp's src/models/stablelm.cpp and phi2.cpp, and conversion/stablelm.py and phi.py.
+Sources: llama.cpp's src/models/stablelm.cpp, phi2.cpp and starcoder2.cpp, and conversion/stablelm.py, phi.py and
+starcoder.py.
 """
 
 from precisionctl.checkpoints.gguf import metadata_keys as keys, rope_keys, tensor_rows as rows
-from precisionctl.checkpoints.gguf.family import GgufFamily
+from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
 
 _ONE_AFTER_THE_OTHER = keys.always("use_parallel_residual", False)
 
@@ -62,5 +63,23 @@ FAMILIES = {
             **dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias", "output_bias"), True),
             **dict.fromkeys(("parallel_residual", "shared_layernorm"), True),
         },
+    ),
+    "starcoder2": GgufFamily(
+        "starcoder2",
+        rows=[
+            *rows.outside_layers(),
+            rows.FINAL_NORM_BIAS,
+            *rows.linears({**rows.NORMS, "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}),
+            *rows.ATTENTION,
+        ],
+        keys=base_keys(epsilon=keys.LAYER_NORM_EPSILON, head_size=keys.UNUSUAL_HEAD_SIZE),
+        computed={
+            "kv_channels": keys.hidden_by_heads,
+            "normalization": "LayerNorm",
+            "activation": "gelu_tanh",
+            "gated_linear_unit": False,
+            **dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias"), True),
+        },
+        ignored=keys.NO_WINDOW,
     ),
 }
