@@ -212,6 +212,63 @@ def test_buckets_of_some_of_the_tensor_ranks_are_not_taken_for_the_whole_optimiz
     assert whole is not None and all(len(tensor.parts) == 2 for tensor in whole.values())
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_buckets_of_experts_fit_no_model_that_has_lost_what_tells_how_experts_are_cut(lost: bool) -> None:
+    """How many tensor ranks share an expert follows from the parts of its linear_fc2. Without that, the model's lack is
+    what a plan refuses."""
+    of_experts = [f"decoder.layers.0.mlp.experts.linear_fc{number}.weight0" for number in (1, 2)]
+    part = TensorPart(Box(0, 64, 0, 1), DcpPiece((0, 0), (64, 1), Span(Path("weights"), 0, 128)), 0)
+    tensor = LogicalTensor(TensorSpec((64, 1), DType.bfloat16), (part,))
+    model = dict.fromkeys([HEAD[0], *of_experts, OUTPUT], tensor)
+    stored = {}
+    for prefix, names in (("", [OUTPUT, HEAD[0]]), ("chained_1.", of_experts[::-1])):
+        for kind in KINDS:
+            key = f"{prefix}optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32)"
+            spans = [Span(Path(f"{prefix}{kind}"), 256 * at, 256) for at in range(len(names))]
+            pieces = tuple(DcpPiece((64 * at,), (64,), span) for at, span in enumerate(spans))
+            stored[f"{key}.bucket_idx_0.{kind}"] = DcpTensor((64 * len(names),), DType.float32, pieces)
+    if lost:
+        del model[of_experts[1]]
+    found = unpack_buckets(stored, model, [Modules(True, True)])
+    assert (found is None) == lost
+    if found:
+        assert found.keys() == {f"optimizer.state.{kind}.{name}" for kind in KINDS for name in model}
+
+
+def test_tensor_ranks_that_share_an_expert_have_the_bias_behind_its_linear_fc2_whole() -> None:
+    """The weight is cut by columns, and a bias is of rows (tensor_parallel/layers.py, RowParallelLinear)."""
+
+    def cut(shape: tuple[int, int], *boxes: Box) -> LogicalTensor:
+        piece = DcpPiece((0, 0), shape, Span(Path("weights"), 0, 256))
+        return LogicalTensor(TensorSpec(shape, DType.bfloat16), tuple(TensorPart(box, piece, 0) for box in boxes))
+
+    inside = "decoder.layers.0.mlp.experts"
+    up, down, bias = (f"{inside}.{name}0" for name in ("linear_fc1.weight", "linear_fc2.weight", "linear_fc2.bias"))
+    model = {
+        HEAD[0]: cut((64, 1), Box(0, 64, 0, 1)),
+        up: cut((128, 1), Box(0, 64, 0, 1), Box(64, 64, 0, 1)),
+        down: cut((64, 2), Box(0, 64, 0, 1), Box(0, 64, 1, 1)),
+        bias: cut((64, 1), Box(0, 64, 0, 1)),
+        OUTPUT: cut((64, 1), Box(0, 64, 0, 1)),
+    }
+    stored = {}
+    for buffer, names in {
+        "optimizer.distributed.dp_group_idx_0": [OUTPUT, HEAD[0]],
+        "chained_1.optimizer.distributed.dp_group_idx_0": [bias, down, up],
+        "chained_1.optimizer.distributed.dp_group_idx_1": [bias, down, up],
+    }.items():
+        for kind in KINDS:
+            key = f"{buffer}.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.{kind}"
+            spans = [Span(Path(f"{buffer}.{kind}"), 256 * at, 256) for at in range(len(names))]
+            pieces = tuple(DcpPiece((64 * at,), (64,), span) for at, span in enumerate(spans))
+            stored[key] = DcpTensor((64 * len(names),), DType.float32, pieces)
+    found = unpack_buckets(stored, model, [Modules(True, True)])
+    assert found is not None
+    for name, wanted in model.items():
+        boxes = {part.box for part in found[f"optimizer.state.param.{name}"].parts}
+        assert boxes == {part.box for part in wanted.parts}, name
+
+
 @pytest.mark.parametrize("strange", [None, "longer", "of two dimensions", "of another dtype"])
 def test_buckets_whose_kinds_are_not_alike_are_none(strange: str | None) -> None:
     """Megatron makes a flat buffer of each kind, all of a length and each of one dtype."""

@@ -251,9 +251,10 @@ class _Unpacking:
         expert = expert_of(name)
         size = self._tensor
         if expert is not None and self._apart:
-            # The expert tensor size is the number of parts of linear_fc2, which has one part on each rank
-            size = len(self._model[re.sub(r"linear_fc1\.(weight|bias)", "linear_fc2.weight", name)].parts)
-            if expert * (width // size) // self._experts != rank // size:
+            # The expert tensor size is the number of parts of linear_fc2's weight, which has one part on each rank
+            down = self._model.get(re.sub(r"linear_fc[12]\.(weight|bias)", "linear_fc2.weight", name))
+            size = len(down.parts) if down else 0
+            if not size or expert * (width // size) // self._experts != rank // size:
                 return ()
         return boxes if len(boxes) == 1 else boxes[rank % size :: size]
 
