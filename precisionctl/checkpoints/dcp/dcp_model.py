@@ -98,12 +98,6 @@ def is_dcp(directory: Path) -> bool:
     return (directory / dcp_metadata.FILE).is_file() or safetensors_pieces.has_pieces(directory)
 
 
-def read_dcp(directory: Path) -> dcp_metadata.Index:
-    """What a directory of pieces holds. Raises as `read_index` and `read_pieces`."""
-    in_archives = (directory / dcp_metadata.FILE).is_file()
-    return dcp_metadata.read_index(directory) if in_archives else safetensors_pieces.read_pieces(directory)
-
-
 def directories_of(path: Path) -> tuple[Path, Sequence[Path]] | None:
     """The directory of a model in pieces, and those of its optimizers that are apart, whole or not: a path itself, or
     what accelerate, OLMo-core and Automodel have in it. None where there is none."""

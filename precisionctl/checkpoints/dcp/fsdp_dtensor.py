@@ -16,7 +16,8 @@ from typing import Any
 
 from precisionctl.checkpoints.base import NO_HINTS, Container, Hints, no_iterations
 from precisionctl.checkpoints.chunks import Chunk
-from precisionctl.checkpoints.dcp.dcp_model import ACCELERATE, DcpModelReader, directories_of, read_dcp
+from precisionctl.checkpoints.dcp.dcp_model import ACCELERATE, DcpModelReader, directories_of
+from precisionctl.checkpoints.hf_directory import safetensors_pieces
 from precisionctl.checkpoints.megatron.keys import MARKER, layer_of
 from precisionctl.checkpoints.megatron.logical import MASTER
 from precisionctl.checkpoints.other_trainers.trainer_run import count_of_updates, different_counts
@@ -113,7 +114,8 @@ def open_reader(
     if found := directories_of(path):
         directory, apart = found
         check_link(directory, path)
-        index = read_dcp(directory)
+        in_archives = (directory / dcp_metadata.FILE).is_file()
+        index = dcp_metadata.read_index(directory) if in_archives else safetensors_pieces.read_pieces(directory)
         has_embedding = any(key.endswith(EMBEDDING) for key in index.tensors)  # ChatGLM has one of this name, too
         if has_embedding and any(map(layer_of, index.tensors)):
             if directory == path and iteration is None and _is_complete(path):

@@ -169,7 +169,17 @@ class GgufFamily:
         }
 
     def _named(self, said: Mapping[str, Any]) -> dict[str, GgufValue]:
-        return {f"{self.architecture}.{key}": _value(value) for key, value in said.items()}
+        """Keys with the architecture's name, and values in the types under which llama.cpp looks for them."""
+        found = dict[str, GgufValue]()
+        for key, value in said.items():
+            if isinstance(value, list):
+                typed: GgufValue = np.array(value, _OF_LIST[type(value[0])])
+            elif isinstance(value, bool | str):
+                typed = value
+            else:
+                typed = np.uint32(value) if isinstance(value, int) else np.float32(value)
+            found[f"{self.architecture}.{key}"] = typed
+        return found
 
     def check(self, model: ModelShape) -> None:
         """Raise UnknownArchitecture for a model of which llama.cpp would compute something else."""
@@ -214,14 +224,6 @@ def _in_fp32(value: object) -> object:
 
 
 _OF_LIST: Mapping[type, type[np.generic]] = {bool: np.bool_, int: np.int32, float: np.float32}
-
-
-def _value(value: int | float | bool | str | list[bool] | list[int] | list[float]) -> GgufValue:
-    if isinstance(value, list):
-        return np.array(value, _OF_LIST[type(value[0])])
-    if isinstance(value, bool | str):
-        return value
-    return np.uint32(value) if isinstance(value, int) else np.float32(value)
 
 
 _OF_ALL = (VOCABULARY, TIED, CAUSAL)

@@ -164,14 +164,9 @@ def _activation(args: Mapping[str, Any]) -> str:
     return SILU if args.get("swiglu") or KIMI_K3_BLOCK_SIZE in args else GELU  # of Kimi K3, whose layers have their own
 
 
-def bridge_model(directory: Path) -> Mapping[str, Any] | None:
-    """The `model` section of Bridge's description beside a checkpoint; None if there is none."""
-    return bridge_section(directory, "model") if has_file(directory / BRIDGE, directory) else None
-
-
 def described_args(directory: Path, bridge: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Megatron-LM's arguments from the description beside a checkpoint of Bridge (`bridge_model`) or NeMo; empty if
-    there is none.
+    """Megatron-LM's arguments from the description beside a checkpoint: the `model` section of Bridge's, or NeMo's;
+    empty if there is none.
 
     Raises DamagedCheckpoint for a description that cannot be read.
     """

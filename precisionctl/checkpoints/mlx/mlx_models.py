@@ -79,7 +79,7 @@ def _why_not_loaded(model: ModelShape) -> str | None:
     turning = [model.has_rope(layer) for layer in range(model.num_layers)]
     all_but_fourth = [number % 4 != 0 for number in range(1, model.num_layers + 1)]
     scaling = model.rope_scaling or {}
-    kind = scaling.get("rope_type")
+    kind, factor = scaling.get("rope_type"), scaling.get("attention_factor")
     divided = model.logits_scaling != 1
     found = {
         "a head of its own": name in _ALWAYS_TIED and model.untied_embeddings,
@@ -92,7 +92,9 @@ def _why_not_loaded(model: ModelShape) -> str | None:
         "one expert for each token": moe is not None and moe.topk == 1 and name in _ONE_EXPERT_AS_IT_IS,
         "rotary embeddings that are not scaled": name in ("deepseek_v2", "minicpm3") and not scaling,
         f"rotary embeddings scaled as {shown(kind)}": bool(scaling) and kind not in _SCALINGS.get(name, (kind,)),
-        "an attention_factor of YaRN": kind == "yarn" and not _usual_attention_factor(scaling),
+        "an attention_factor of YaRN": kind == "yarn"  # which mlx-lm makes of the other settings, whatever it is
+        and factor is not None
+        and not isclose(factor, yarn_mscale(scaling["factor"], 1.0), rel_tol=1e-6),
         "layers that share an indexer": model.dsa is not None and not all(model.dsa.layers),
         "keys of each head": name == "gpt_bigcode" and model.num_query_groups > 1,
         "gates of single channels": name == "laguna" and model.linear_gate == "softplus per element",
@@ -123,12 +125,6 @@ def _why_not_loaded(model: ModelShape) -> str | None:
         and "alpha" not in scaling,
     }
     return next((why for why, there in found.items() if there), None)
-
-
-def _usual_attention_factor(scaling: Mapping[str, Any]) -> bool:
-    """Whether YaRN's `attention_factor` is that which mlx-lm computes from the other settings, whatever it is."""
-    said = scaling.get("attention_factor")
-    return said is None or isclose(said, yarn_mscale(scaling["factor"], 1.0), rel_tol=1e-6)
 
 
 def other_words(config: Mapping[str, Any], model: ModelShape) -> dict[str, tuple[object, object]]:

@@ -28,8 +28,8 @@ _ONLY = {
     "transformer_block_type": "pre_ln",
 }
 """Switches of NeMo's own layers, and the values for which they compute what Megatron-Core's do."""
-_BEYOND = ("apply_embedding_scaling", "mcore_customization_config")
-"""Fields for which Megatron has no arguments."""
+BEYOND = ("apply_embedding_scaling", "mcore_customization_config")
+"""Fields for which Megatron has no arguments: where one is set, a config.json has to say the model."""
 
 
 def parse(content: bytes, where: object) -> Mapping[str, Any]:
@@ -38,11 +38,6 @@ def parse(content: bytes, where: object) -> Mapping[str, Any]:
     if not isinstance(fields, dict):
         raise DamagedCheckpoint("no table of settings", where=where)
     return fields
-
-
-def beyond_megatron(fields: Mapping[str, Any]) -> list[str]:
-    """The fields that are set and that no argument of Megatron's stands for: a config.json has to say the model."""
-    return [name for name in _BEYOND if fields.get(name)]
 
 
 def to_megatron_args(fields: Mapping[str, Any], where: object) -> Mapping[str, Any]:

@@ -65,7 +65,7 @@ class _Nemo(MegatronReader):
 
     @cached_property
     def model(self) -> ModelShape:
-        beyond = config.beyond_megatron(self._config)
+        beyond = [name for name in config.BEYOND if self._config.get(name)]
         if beyond and "config.json" not in self.companions.files:
             what = f"its {beyond[0]} is not read: nothing else says it"
             raise CheckpointError(what, where=self.path, do=WITH_REFERENCE)

@@ -34,7 +34,17 @@ def read_keys(directory: Path) -> dict[str, Value]:
     Raises DamagedCheckpoint for nodes and references that contradict the format, each other or the files, for files
     outside the directory, and for more keys than any checkpoint has.
     """
-    return dict(_Store(directory).keys())
+    store = _Store(directory)
+    root = store.root()
+    found, last = dict[str, Value](), b""
+    for key, value in store.entries(*root) if root else ():
+        if key <= last:
+            what = f"keys that do not follow each other, at {shown(key)}"
+            raise DamagedCheckpoint(what, where=directory, do="Is the copy whole?")
+        last = key
+        with damage("a key that is no text", directory):
+            found[key.decode()] = value
+    return found
 
 
 class _Bytes:
@@ -85,18 +95,7 @@ class _Store:
         self._seen: set[Span] = set()
         self._left_stored, self._left, self._left_names = _MOST_STORED, _MOST_BYTES, MOST_KEYS
 
-    def keys(self) -> Iterator[tuple[str, Value]]:
-        root = self._root()
-        last = b""
-        for key, value in self._entries(*root) if root else ():
-            if key <= last:
-                what = f"keys that do not follow each other, at {shown(key)}"
-                raise DamagedCheckpoint(what, where=self._directory, do="Is the copy whole?")
-            last = key
-            with damage("a key that is no text", self._directory):
-                yield key.decode(), value
-
-    def _root(self) -> tuple[Span, str, int, bytes] | None:
+    def root(self) -> tuple[Span, str, int, bytes] | None:
         """The newest version's root: where it is, the base of its paths, its height, and the beginning of all keys.
         None where it has no keys."""
         manifest = self._directory / MANIFEST
@@ -208,7 +207,7 @@ class _Store:
             raise DamagedCheckpoint(what, where=place, do="Is the copy whole?")
         return Span(place, offset, length)
 
-    def _entries(self, span: Span, base: str, height: int, prefix: bytes) -> Iterator[tuple[bytes, Value]]:
+    def entries(self, span: Span, base: str, height: int, prefix: bytes) -> Iterator[tuple[bytes, Value]]:
         """Yield the keys below a node, in order. Each node is read once, and is one lower than that above it."""
         body = self._body(span, _OF_NODE)
         with damage("not a node of OCDBT", span):
@@ -238,7 +237,7 @@ class _Store:
             for at, name in enumerate(names):
                 file = self._file(files, places[at], span)
                 below = self._span(file.path, offsets[at], sizes[at])
-                yield from self._entries(below, file.base, height - 1, prefix + name[: common[at]])
+                yield from self.entries(below, file.base, height - 1, prefix + name[: common[at]])
             return
         where = iter(zip(places, offsets, strict=True))
         for name, size, kind, value in zip(names, sizes, kinds, values, strict=True):

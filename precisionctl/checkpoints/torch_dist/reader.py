@@ -42,7 +42,8 @@ from precisionctl.checkpoints.megatron.logical import (
 from precisionctl.checkpoints.megatron.parameter_order import EVERY_KIND, Modules
 from precisionctl.checkpoints.megatron.payloads import SavedPayload, payload_bytes
 from precisionctl.checkpoints.megatron.provider import (
-    bridge_model,
+    BRIDGE,
+    bridge_section,
     described_args,
     described_sharing,
     described_towers,
@@ -242,7 +243,8 @@ class TorchDistReader(MegatronReader):
 
     @cached_property
     def _bridge(self) -> Mapping[str, Any] | None:
-        return bridge_model(self.path)
+        """The `model` section of Bridge's description beside the checkpoint; None if there is none."""
+        return bridge_section(self.path, "model") if has_file(self.path / BRIDGE, self.path) else None
 
     @cached_property
     def args(self) -> Mapping[str, Any]:

@@ -15,6 +15,7 @@ from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.tensor_changes import QKV_OF_GROUPS, SAME, TRANSPOSED, TensorChange
 
 _QKV = "self_attn.query_key_value"
+_LINEARS_OF_GPT_2 = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 _POSITIONS = rows.GgufRow("transformer.wpe.weight", ("position_embd.weight",))
 _EMBEDDING_NORM = [
     rows.GgufRow(f"transformer.word_embeddings_layernorm.{end}", (f"token_embd_norm.{end}",))
@@ -32,19 +33,6 @@ def _rows(names: Mapping[str, str], qkv: TensorChange = SAME) -> list[rows.GgufR
         *rows.UNGATED_MLP,
     ]
     return rows.renamed(in_llama_cpp, names)
-
-
-def _transposed(row: rows.GgufRow) -> rows.GgufRow:
-    """A row of GPT-2, whose linears in layers are `[in, out]`."""
-    linear = any(row.hf.endswith(f".{module}.weight") for module in ("c_attn", "c_proj", "c_fc"))
-    return replace(row, change=TRANSPOSED) if linear else row
-
-
-def _with_one_norm(row: rows.GgufRow) -> rows.GgufRow:
-    """A row of Falcon: models with two norms (40B) have another name for that of the MLP."""
-    if ".input_layernorm." not in row.hf:
-        return row
-    return replace(row, only=lambda model, layer: model.shared_layernorm)
 
 
 _COMPUTED: Mapping[str, Any] = {
@@ -72,7 +60,14 @@ _PARALLEL = keys.GgufEntry(
 FAMILIES = {
     "gpt2": GgufFamily(
         "gpt2",
-        rows=[*map(_transposed, _rows(gpt2.NAMES)), _POSITIONS],
+        rows=[
+            # linears in layers are `[in, out]`
+            *(
+                replace(row, change=TRANSPOSED) if row.hf.endswith(_LINEARS_OF_GPT_2) else row
+                for row in _rows(gpt2.NAMES)
+            ),
+            _POSITIONS,
+        ],
         keys=(keys.LAYERS, keys.CONTEXT, keys.WIDTH, keys.MLP_SIZE, keys.EQUAL_HEADS, keys.LAYER_NORM_EPSILON),
         turned=None,
         computed={**_COMPUTED, **_BIASES, **_AS_MANY_KEYS, **_LEARNED},
@@ -100,7 +95,11 @@ FAMILIES = {
     "falcon": GgufFamily(
         "falcon",
         rows=[
-            *map(_with_one_norm, _rows(falcon.NAMES, QKV_OF_GROUPS)),
+            # models with two norms (40B) have another name for that of the MLP
+            *(
+                replace(row, only=lambda model, layer: model.shared_layernorm) if ".input_layernorm." in row.hf else row
+                for row in _rows(falcon.NAMES, QKV_OF_GROUPS)
+            ),
             *rows.renamed(rows.linears({"ln_mlp": "attn_norm", "ln_attn": "attn_norm_2"}), falcon.NAMES),
         ],
         keys=(

@@ -74,7 +74,9 @@ class Tower:
             published = self.published(name)
             if published.startswith(self.unread):
                 continue
-            template, layer = _template(published, self.rows)
+            # The name of a row, and the number of the layer, 0 where it is in none
+            match = None if published in self.rows else _LAYER.search(published)
+            template, layer = (_LAYER.sub("{layer}", published, 1), int(match[1])) if match else (published, 0)
             row = self.rows.get(template)
             if row is None or not layer < self._layers(template):
                 raise no_tower(f"llama.cpp has no tensor for `{name}`")
@@ -103,12 +105,6 @@ class Tower:
 
 
 _LAYER = re.compile(r"(?<=\.)(0|[1-9]\d{0,5})(?=\.)")
-
-
-def _template(name: str, rows: Mapping[str, TowerRow]) -> tuple[str, int]:
-    """The name of a row, and the number of the layer, 0 where it is in none."""
-    match = None if name in rows else _LAYER.search(name)
-    return (_LAYER.sub("{layer}", name, 1), int(match[1])) if match else (name, 0)
 
 
 def no_tower(what: str) -> UnknownArchitecture:
