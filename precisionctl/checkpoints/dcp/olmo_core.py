@@ -46,6 +46,7 @@ def check_config(model: ModelShape, directory: Path) -> None:
     of_model = mapping_or_empty(config.get("model"))
     block_of_all, overrides = (mapping_or_empty(of_model.get(key)) for key in ("block", "block_overrides"))
     by_name = {} if block_of_all.keys() & {"attention", "sequence_mixer"} else block_of_all  # of several kinds
+
     found = dict[str, tuple[object, object]]()
     for block in map(mapping_or_empty, (block_of_all, *by_name.values(), *overrides.values())):
         attention, norm = (mapping_or_empty(block.get(key)) for key in ("attention", "layer_norm"))

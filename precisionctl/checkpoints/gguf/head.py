@@ -110,9 +110,11 @@ def read_head(path: Path) -> GgufHead:
             metadata[key], types[key] = _read_value(cursor, key)
         described = [_read_tensor(cursor) for _ in range(tensors)]
         start = cursor.at
+
     alignment = metadata.get(_ALIGNMENT_KEY, ALIGNMENT)
     if type(alignment) is not int or not 0 < alignment <= _LARGEST_ALIGNMENT or alignment & (alignment - 1):
         raise cursor.damaged(f"{_ALIGNMENT_KEY} is {shown(alignment)}")
+
     end = start = aligned(start, alignment)
     found = dict[str, GgufTensor]()
     for name, shape, form, offset in described:

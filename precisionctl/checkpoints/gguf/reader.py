@@ -89,6 +89,7 @@ class GgufReader:
                 files = {GENERATION: to_json(tokens), **self.own_companions.files}
                 self.own_companions = replace(self.own_companions, files=files)
             self.companions = self.own_companions
+
         weights = {name: tensor for name, tensor in head.tensors.items() if name not in ROTARY_TENSORS}
         self._made = hf_tensors(weights, family, self.model, path)
         self.specs: Mapping[str, TensorSpec] = {name: made.spec for name, made in self._made.items()}
@@ -106,6 +107,7 @@ class GgufReader:
             command = f"`export-inference --target llama.cpp --scheme {scheme}`"
             back = f"{command} makes such anew." if scheme else NO_WAY_BACK
             yield f"Weights were {self.words}. {back}"
+
         # A chat model's file ends texts otherwise than its base, and is of the same model
         files, token = self.companions.files, self.metadata.get("tokenizer.ggml.eos_token_id")
         configs = (parse_json(files[name], name) for name in ("config.json", GENERATION) if name in files)

@@ -89,6 +89,7 @@ def scaling_with_tensors(
             raise DamagedCheckpoint(what)
         stored = read_bytes(GgufPart(name, tensor), name, 0, tensor.shape[0])
         factors[name] = stored.view(np.float32).reshape(-1)
+
     scaling = said["rope_scaling"]
     if _FREQUENCIES in factors and "proportional" in family.scalings:
         pairs = factors[_FREQUENCIES]
@@ -98,6 +99,7 @@ def scaling_with_tensors(
         scaling = {"rope_type": "proportional", "partial_rotary_factor": turned / len(pairs)}
     elif _FREQUENCIES in factors:
         scaling = {**(scaling or {}), **_llama3(factors[_FREQUENCIES], said, file, family, reference)}
+
     lists = {
         key: [shortest(each) for each in factors[name].tolist()] for name, key in _FACTORS.items() if name in factors
     }

@@ -25,6 +25,7 @@ def saved_args(
     `args` of the source say otherwise."""
     weights_only = {"no_save_optim": True, "no_save_rng": True}
     dtype = next(spec.dtype for name, spec in specs.items() if not name.startswith(OPTIMIZER))
+
     # How layers are distributed to pipeline stages, where it is not the default. Of these, Megatron's
     # `--use-mp-args-from-checkpoint-args` takes only the last (megatron/training/checkpointing.py,
     # load_args_from_checkpoint), without which a run has no virtual stages; if stages differ in size it must be absent
@@ -48,6 +49,7 @@ def saved_args(
         "iteration": iteration or 0,
         **{name: value for name, value in by_stage.items() if value is not None},
     } | ({"expert_tensor_parallel_size": sizes.expert_tensor} if sizes.expert_tensor else {})
+
     # a run of a hybrid model may predict several tokens by the one prediction layer that is stored
     repeated = model.mamba and model.mtp_num_layers and args.get("mtp_use_repeated_layer")
     depth = {"mtp_num_layers": args.get("mtp_num_layers")} if repeated else {}

@@ -70,6 +70,7 @@ def as_in_plans(
     if model is None and not parts.isdisjoint(_BY_KIND):
         what = "Megatron-Bridge counts kinds of layers apart, as of a Gemma 4, and no config.json of one says which"
         raise UnknownArchitecture(f"{what} layers have a window", where=where, do=WITH_REFERENCE)
+
     layers = _layers(found, model, where) if model else {}
     named: dict[str, LogicalTensor] = {}
     for name, one in found.items():

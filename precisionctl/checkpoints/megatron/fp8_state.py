@@ -88,11 +88,13 @@ class _Decoding:
                 self._add(one)
         for one in postponed:
             self._add(one)
+
         parts = [(module, numbered, torch.cat) for module, numbered in self._by_rank.items()]
         parts += [(module, numbered, torch.stack) for module, numbered in self._by_expert.items()]
         for module, numbered, join in parts:
             self._check_numbers(module, numbered)
             self._found.modules[module] = _joined([numbered[number] for number in range(len(numbered))], join)
+
         for module, payloads in self._cut.items():
             # Megatron cut these out of the payload that a rank has for all its experts
             self._check_numbers(module, payloads)
@@ -109,6 +111,7 @@ class _Decoding:
                 of_ranks.append(grouped.by_gemm(whole, size, order, where))
                 of_ranks[-1].check(group[0].recipe, where)
             self._found.modules[module] = _joined(of_ranks, torch.cat)
+
         self._found.notes.extend(self._notes())
         return self._found
 

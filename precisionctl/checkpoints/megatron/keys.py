@@ -179,6 +179,7 @@ def find_iteration(path: Path, iteration: int | None, complete: Callable[[Path],
     advice = f"Name another iteration. Complete ones: {', '.join(there) or 'none'}."
     if iteration is not None and (complete(path) or there == ["release"]):  # which has no number
         advice = f"Leave --iteration out: there is only {there[0] if there else 'this one'}."
+
     if iteration is not None:
         wanted: int | None = iteration
     elif has_file(path / TRACKER, path):
@@ -192,6 +193,7 @@ def find_iteration(path: Path, iteration: int | None, complete: Callable[[Path],
         wanted = int(step)
     else:
         raise CheckpointError(f"there is no {TRACKER} to say which iteration is meant", where=path, do=advice)
+
     found = path / directory_name(wanted)
     if found.name not in there:
         raise CheckpointError(f"{found.name} is not a complete checkpoint", where=path, do=advice)

@@ -60,6 +60,7 @@ def logical_tensors(
     """
     prefix = model_prefix(stored)
     _check_count(stored, prefix, where)
+
     found: dict[str, LogicalTensor] = {}
     twice = {  # as `with_plain_masters` makes them
         key
@@ -67,6 +68,7 @@ def logical_tensors(
         if key.startswith(_PLAIN_MASTER) and stored.get(MASTER + key.removeprefix(_PLAIN_MASTER)) == tensor
     }
     once = {key: tensor for key, tensor in stored.items() if key not in twice}
+
     for key, tensor in once.items():
         plain_key = plain(key, prefix)
         state = PARAMETER_STATE.fullmatch(plain_key)
@@ -81,12 +83,14 @@ def logical_tensors(
             if name in found:
                 raise DamagedCheckpoint(f"{name} is there twice", where=where)
             found[name] = one
+
     found = as_in_plans(_joined(found), described, where)
     renamed = te_names(found, is_indexed(found))
     clash = [new for old, new in renamed.items() if new in found]
     if clash:
         raise DamagedCheckpoint(f"{clash[0]} is there twice", where=where)
     found = _by_parameter({renamed.get(name, name): one for name, one in found.items()})
+
     for name, one in found.items():
         check_whole(name, one, where)
     dcp_metadata.check_apart(((key, piece.span) for key, one in once.items() for piece in one.pieces), where)

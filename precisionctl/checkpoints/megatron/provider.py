@@ -286,6 +286,7 @@ def from_provider(fields: Mapping[str, Any]) -> dict[str, Any]:
         if (base := fields.get("full_attention_rope_base")) is not None:  # the dense provider's word
             otherwise["rotary_base"] = base
     fields = {**fields, **otherwise}
+
     args = {name: fields[name] for name in (*_SAME, *_ONLY_READ) if name in fields}
     args |= {argument: fields[name] for argument, name in RENAMED.items() if name in fields}
     if provider.startswith("Gemma2"):  # by its own attention, not by a field
@@ -294,6 +295,7 @@ def from_provider(fields: Mapping[str, Any]) -> dict[str, Any]:
         args |= {"use_rope_scaling": True, "rope_scaling_factor": fields.get("scale_factor")}
     if positions := fields.get("max_position_embeddings") or fields.get("seq_length"):
         args["max_position_embeddings"] = positions
+
     groups, window = fields.get("num_query_groups"), fields.get("window_size")
     target = fields.get("activation_func")
     activation = str(target.get("_target_", "") if isinstance(target, dict) else target or "").rpartition(".")[2]

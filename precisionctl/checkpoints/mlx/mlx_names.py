@@ -271,6 +271,7 @@ def in_published_names(places: Places, config: dict[str, Any], where: Path) -> t
     if coded and settings is None:
         what = f"`{coded}` is codes of MLX, and `{MLX_KEY}` does not say which: {shown(said)}"
         raise DamagedCheckpoint(what, where=where, do="Copy config.json again.")
+
     places, settings, config = _of_text_model(places, settings, config, where)
     family = config.get("model_type")
     if not isinstance(family, str) or family not in RENAMED:
@@ -280,9 +281,11 @@ def in_published_names(places: Places, config: dict[str, Any], where: Path) -> t
             where=where,
             do="Start from the release in BF16. docs/mlx.md names the families that are read.",
         )
+
     renamings = (*RENAMED[family], *_STACKS)
     if RENAMED[family] is _NORMS_PLUS_ONE and not any(_is_moved(name, tensor) for name, (_, tensor) in places.items()):
         renamings = _STACKS  # mlx-lm adds one where it moves the channels of convolutions, too
+
     found: Places = {}
     names = dict[str, list[str]]()
     for name, (file, tensor) in places.items():
@@ -292,6 +295,7 @@ def in_published_names(places: Places, config: dict[str, Any], where: Path) -> t
             if each in found:
                 raise DamagedCheckpoint(f"`{each}` is there, and is a part of a stack of experts too", where=file)
             found[each] = file, placed
+
     if not coded and not any(map(PART.fullmatch, found)):
         return found, config
     said_of = dict[str, Any]()  # modules by the names of their published tensors

@@ -153,12 +153,14 @@ def _read_ranks(path: Path, files: Files, fields: Mapping[str, Any]) -> tuple[Pa
             found[at] = span
     if not found:
         raise DamagedCheckpoint(f"neither {_STATE} nor {_SHARDED} in it", where=path, do="Is the copy whole?")
+
     tensor, pipeline = (1 + max(numbers) for numbers in zip(*found, strict=True))
     sizes = (("tensor", tensor), ("pipeline", pipeline))
     configured = [fields.get(f"{kind}_model_parallel_size") or size for kind, size in sizes]
     if configured != [tensor, pipeline] or len(found) != tensor * pipeline:
         what = f"{counted(len(found), 'rank')} of tensor {shown(configured[0])} x pipeline {shown(configured[1])}"
         raise DamagedCheckpoint(what, where=path, do="Copy it again, from every machine that saved.")
+
     args = argparse.Namespace(**config.to_megatron_args(fields, f"{path}, {_CONFIG}"))
     ranks = []
     for at, span in sorted(found.items()):

@@ -60,6 +60,7 @@ def _tensor(files: Files, key: str) -> DcpTensor:
         grid = [size // part for size, part in zip(shape, piece, strict=True)]
         if math.prod(grid) > len(files):
             raise ValueError(f"{math.prod(grid)} pieces")
+
     length, pieces = math.prod(piece) * dtype.itemsize, []
     for at in itertools.product(*map(range, grid)):
         name = f"{key}/{'.'.join(map(str, at)) or '0'}"

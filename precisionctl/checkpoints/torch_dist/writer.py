@@ -61,6 +61,7 @@ class TorchDistWriter:
         self._parallelism, self._run, self._companions = parallelism, run, companions or Companions()
         self._live, self._te = live, te
         self._args = saved_args(run.args, model, specs, parallelism, run.iteration, "torch_dist")
+
         # Megatron loads each layer under its own key also where all happen to be alike
         # (TransformerBlock.sharded_state_dict; of hybrid models, MambaStack.sharded_state_dict)
         frequencies = (self._args.get("moe_layer_freq"), self._args.get("linear_attention_freq"))
@@ -68,6 +69,7 @@ class TorchDistWriter:
         of_blocks = bool(self._args.get("is_hybrid_model") or self._args.get(ENCODED))
         self._by_layer = by_kind or of_blocks or layers_differ(specs)
         self._keys = {name: stack(name, self._by_layer) for name in specs}
+
         dtypes: dict[str, DType] = {}
         for name, (key, _) in self._keys.items():
             dtype, others = specs[name].dtype, dtypes.setdefault(key, specs[name].dtype)

@@ -34,16 +34,14 @@ def _read_heads(file: Described) -> Fields:
     return {"num_attention_heads": heads, "num_query_groups": heads, "gdn.layers": delta}
 
 
-def _write_heads(model: ModelShape) -> keys.Said:
-    kinds = [*keys.value_of(model, "gdn.layers"), *[False] * model.mtp_num_layers]
-    return {"attention.head_count": model.num_attention_heads, keys.HEADS_KV: [0 if delta else 1 for delta in kinds]}
-
-
 KDA_HEADS = keys.GgufEntry(
     ("num_attention_heads", "num_query_groups", "gdn.layers"),
     ("attention.head_count", keys.HEADS_KV),
     _read_heads,
-    _write_heads,
+    lambda model: {
+        "attention.head_count": model.num_attention_heads,
+        keys.HEADS_KV: [*(int(not delta) for delta in keys.value_of(model, "gdn.layers")), *[1] * model.mtp_num_layers],
+    },
 )
 """To llama.cpp all heads have one key, the latent, and layers of delta attention none."""
 KDA_SIZES = (keys.integer("gdn.conv_kernel_dim", "ssm.conv_kernel"), keys.integer("gdn.key_head_dim", "kda.head_dim"))
