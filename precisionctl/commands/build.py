@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints.base import Writer
@@ -62,7 +61,19 @@ def build(source: Source, result: Result) -> PlannedCommand:
     """The command that writes a result. Raises DestinationExists, and OutputError if source and destination
     overlap."""
     request = source.request
-    output = _open_output(request.destination, request.source, request.reference, request.fp8_state)
+    output = Output(request.destination)
+    output.check_links()
+    if not output.journal.is_file():  # else `execute` finds out whether it is this same result
+        output.check_free()
+    written = output.path.resolve(), output.partial.resolve(), output.journal.resolve()
+    for read in (path.resolve() for path in (request.source, request.reference, request.fp8_state) if path):
+        if any(read == path or read in path.parents or path in read.parents for path in written):
+            raise OutputError(
+                "source and destination (or what is written beside it) overlap",
+                where=request.destination,
+                do="Choose a destination outside the source.",
+            )
+
     files = [source.encodings.path if source.encodings else None, request.fp8_state]
     stats = [file.stat() for file in files if file and file.is_file()]
     # by its length all tensors of a GGUF file move: a file of other metadata is not continued
@@ -81,24 +92,6 @@ def build(source: Source, result: Result) -> PlannedCommand:
         encodings=result.encodings,
         weights_digest=source.known.weights_digest,
     )
-
-
-def _open_output(destination: Path, *sources: Path | None) -> Output:
-    """The output, which must not overlap any of `sources`. The destination may exist if a journal is beside it: then
-    `execute` finds out whether it is this same result."""
-    output = Output(destination)
-    output.check_links()
-    if not output.journal.is_file():
-        output.check_free()
-    for source in filter(None, sources):
-        read, written = source.resolve(), (output.path.resolve(), output.partial.resolve(), output.journal.resolve())
-        if any(read == path or read in path.parents or path in read.parents for path in written):
-            raise OutputError(
-                "source and destination (or what is written beside it) overlap",
-                where=destination,
-                do="Choose a destination outside the source.",
-            )
-    return output
 
 
 def _writer(source: Source, result: Result, output: Output) -> Writer:

@@ -84,7 +84,15 @@ class _EngineCodes:
         policy = self._policy(form, jobs)
         encoded = encode(source.plan, policy)
         self._check_stored(encoded, form)
-        plan, cache_notes = self._with_cache(form, encoded)
+        if request.kv_cache:
+            kv_cache.check_engine(source.plan, engine, form.method)
+            scales = kv_cache.recorded_scales(known.current, source.cache_scales, source.plan)
+            plan = kv_cache.with_cache(encoded, form, scales)
+            cache_notes = [*kv_cache.notes(engine, form.method, known.current)]
+        else:
+            plan = encoded
+            cache_notes = [*kv_cache.left_out(source.encodings, source.plan)]
+
         fixed = input_scale_notes(known.current, request.fp8_state, file_is_noted=True)
         read = (source.reader.path if request.iteration is not None else None) or request.source
         notes = [
@@ -96,6 +104,7 @@ class _EngineCodes:
             *recoding_notes(source.encodings, source.reader.specs, encoded),
             *four_bit_notes(scheme, source.encodings, encoded, read, request.destination),
             *cache_notes,
+            *kv_cache.of_no_cache(source.encodings, source.plan),
             *source_notes(source),
             *in_bf16_notes(source.reader, source.plan, precision, scheme, policy.refused),
             *uncoded_tower_notes(plan),
@@ -221,19 +230,6 @@ class _EngineCodes:
                 if is_slice(found[0].where)
                 else "Forget their codes first: `convert --to hf --precision bf16 --drop-encodings`.",
             )
-
-    def _with_cache(self, form: WeightFormat, plan: Plan) -> tuple[Plan, list[str]]:
-        """The plan with scales of an FP8 KV cache, if they are asked for, and the notes on caches. Raises as
-        `kv_cache.check_engine` and `kv_cache.recorded_scales`."""
-        source, engine = self.source, self.engine
-        if self.request.kv_cache:
-            recorded = source.known.current
-            kv_cache.check_engine(source.plan, engine, form.method)
-            plan = kv_cache.with_cache(plan, form, kv_cache.recorded_scales(recorded, source.cache_scales, source.plan))
-            notes = [*kv_cache.notes(engine, form.method, recorded)]
-        else:
-            notes = [*kv_cache.left_out(source.encodings, source.plan)]
-        return plan, [*notes, *kv_cache.of_no_cache(source.encodings, source.plan)]
 
     @cached_property
     def _config(self) -> Mapping[str, Any]:

@@ -52,36 +52,35 @@ def open_hinted(
     companions, towers = None, None
     if reference:
         companions = _companions_of(reference, path)
-        # one that is broken is not taken for one of another model
-        read_model(parse_json(companions.files["config.json"], companions.config_path), companions.config_path)
-        towers = _towers_of(reference, companions)
+        config = parse_json(companions.files["config.json"], companions.config_path)
+        read_model(config, companions.config_path)  # one that is broken is not taken for one of another model
+        # of a wrapper the towers are read, if its weights are there; no other reference's weights are
+        has_weights = huggingface.recognise(reference) or not (reference / "config.json").is_file()
+        if has_weights and is_wrapper(config):
+            towers = TowersOf(open_checkpoint(reference))
     hints = Hints(architecture, companions, grouped_columns, reference, towers, trust_reference)
     reader = open_checkpoint(path, iteration, hints)
-    _check_needed(hints, reader, path)
-    if reference and companions:
-        _check_reference(reader, reference, companions, trusted=trust_reference)
-    return reader
 
-
-def _check_needed(hints: Hints, reader: Reader, path: Path) -> None:
-    """Raise RecipeError for hints that the checkpoint does not need."""
-    if hints.trust_reference and not (of_megatron(reader) and reader.args):
+    if trust_reference and not (of_megatron(reader) and reader.args):
         what = "--trust-reference is for a checkpoint with Megatron's arguments, and this has none"
         raise RecipeError(what, where=path, do="Leave --trust-reference out.")
-    if hints.grouped_columns is not None and not of_megatron(reader):
+    if grouped_columns is not None and not of_megatron(reader):
         raise RecipeError("the source has no payloads of Transformer Engine", do="Leave --grouped-columns out.")
-    if hints.architecture is not None and "config.json" in reader.own_companions.files:
+    if architecture is not None and "config.json" in reader.own_companions.files:
         raise RecipeError(
             "the checkpoint has a config.json of its own, which says which model it is",
             where=path,
             do="Leave --architecture out.",
         )
-    if hints.architecture is not None and not of_megatron(reader):
+    if architecture is not None and not of_megatron(reader):
         raise RecipeError(
             f"--architecture is for Megatron checkpoints, this is {reader.container}",
             where=path,
             do="Give --reference, a Hugging Face directory of the same model.",
         )
+    if reference and companions:
+        _check_reference(reader, reference, companions, trusted=trust_reference)
+    return reader
 
 
 def _check_reference(reader: Reader, reference: Path, companions: Companions, *, trusted: bool) -> None:
@@ -132,11 +131,3 @@ def _companions_of(reference: Path, source: Path) -> Companions:
     if "config.json" not in companions.files:
         raise RecipeError("the reference has no config.json", where=reference, do=_REFERENCE)
     return companions
-
-
-def _towers_of(reference: Path, companions: Companions) -> TowersOf | None:
-    """The towers of a reference that is a wrapper and has weights; else None. Weights of other references are not
-    read."""
-    config = parse_json(companions.files["config.json"], companions.config_path)
-    has_weights = huggingface.recognise(reference) or not (reference / "config.json").is_file()
-    return TowersOf(open_checkpoint(reference)) if has_weights and is_wrapper(config) else None

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from precisionctl.checkpoints.base import Companions, Reader, packings_of
+from precisionctl.checkpoints.base import Reader, packings_of
 from precisionctl.checkpoints.gguf.families import of_llama_cpp
 from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.gguf.file_types import FILE_TYPES, MIXTURES, GgufType, ValuesType
@@ -119,9 +119,49 @@ def for_llama_cpp(source: Source) -> Result:
 
 def _about(request: Request, reader: Reader, plan: Plan) -> dict[str, GgufValue]:
     """What the file of a plan says of its name, its size, and how the model is sampled from."""
-    title = (request.base_model or request.destination.name).rpartition("/")[2]
-    label = {"general.name": title, "general.size_label": _size_label(plan)}
-    return {**dict(_sampling(reader.companions)), **label, **_base_model(request.base_model)}
+    said = reader.companions.files.get("generation_config.json")
+    config = parse_json(said, "generation_config.json") if said else {}
+    about: dict[str, GgufValue] = {}
+    for key, name in _SAMPLING.items():
+        value = config.get(name)
+        if isinstance(value, int | float) and abs(value) < 1 << 30:
+            about[f"general.sampling.{key}"] = np.float32(value) if key != "top_k" else np.int32(int(value))
+
+    about["general.name"] = (request.base_model or request.destination.name).rpartition("/")[2]
+    about["general.size_label"] = _size_label(plan)
+    if request.base_model is not None:  # the model on the Hub that the source is
+        organization, _, model = request.base_model.partition("/")
+        about |= {
+            "general.base_model.count": np.uint32(1),
+            "general.base_model.0.name": model,
+            "general.base_model.0.organization": organization,
+            "general.base_model.0.repo_url": f"https://huggingface.co/{request.base_model}",
+        }
+    return about
+
+
+_SAMPLING = {
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "temp": "temperature",
+    "penalty_repeat": "repetition_penalty",
+}
+"""The settings of generation_config.json that llama.cpp takes for those of the model."""
+
+
+def _size_label(plan: Plan) -> str:
+    """The number of parameters in a few characters, of a model with experts as `8x7B`: of these, all but the experts
+    and one of them."""
+    numbers = {name: stack_and_slice(name)[1] if len(spec.shape) > 1 else None for name, spec in plan.targets.items()}
+    experts = 1 + max((number for number in numbers.values() if number is not None), default=-1)
+    parameters = sum(math.prod(plan.targets[name].shape) for name, number in numbers.items() if not number)
+    scale, unit = next((each for each in _UNITS if parameters > each[0]), _UNITS[-1])
+    digits = max(2 - len(str(round(parameters / scale)).lstrip("0")), 0)
+    return (f"{experts}x" if experts else "") + f"{parameters / scale:.{digits}f}{unit}"
+
+
+_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 
 @dataclass(frozen=True)
@@ -151,7 +191,12 @@ class _Codes:
         """The plan of a file of a type. Raises PrecisionError for one that keeps codes, where there are none."""
         gguf = in_gguf(plan, type_, self.by_type.get(type_, ()))
         if type_ in KEPT and not gguf.kept:
-            raise _nothing_to_keep(type_, plan.model, bool(self.by_type[type_]))
+            name = KEPT[type_].name
+            if self.by_type[type_]:
+                what = f"llama.cpp computes with no {name} codes of a `{plan.model.architecture}` as these are"
+                raise PrecisionError(what, do="Choose --scheme bf16, which decodes them.")
+            what = f"no weight is {name} codes, of which --scheme {type_} keeps those that there are"
+            raise PrecisionError(what, do=_HOW_TO_MAKE[type_])
         return gguf
 
     def _scaled(self, type_: GgufType) -> WeightEncodings | None:
@@ -194,15 +239,6 @@ _HOW_TO_MAKE = {
 }
 
 
-def _nothing_to_keep(kind: GgufType, model: ModelShape, are_codes: bool) -> PrecisionError:
-    name = KEPT[kind].name
-    if not are_codes:
-        what = f"no weight is {name} codes, of which --scheme {kind} keeps those that there are"
-        return PrecisionError(what, do=_HOW_TO_MAKE[kind])
-    what = f"llama.cpp computes with no {name} codes of a `{model.architecture}` as these are"
-    return PrecisionError(what, do="Choose --scheme bf16, which decodes them.")
-
-
 def _run(directory: str, names: Sequence[str], options: str) -> str:
     """The command that runs the files of a directory, whose name is written as a shell has it."""
     file, *towers = (f"{directory}/{shlex.quote(name)}" for name in names)
@@ -225,53 +261,6 @@ def _config(reader: Reader, model: ModelShape) -> Mapping[str, Any]:
     config = parse_json(reader.companions.files["config.json"], reader.companions.config_path)
     parts = config_parts(config)
     return {key: value for part in reversed(parts) for key, value in part.items()}
-
-
-_SAMPLING = {
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "temp": "temperature",
-    "penalty_repeat": "repetition_penalty",
-}
-"""The settings of generation_config.json that llama.cpp takes for those of the model."""
-
-
-def _sampling(companions: Companions) -> Iterator[tuple[str, GgufValue]]:
-    """How generation_config.json says that the model is sampled from."""
-    said = companions.files.get("generation_config.json")
-    config = parse_json(said, "generation_config.json") if said else {}
-    for key, name in _SAMPLING.items():
-        value = config.get(name)
-        if isinstance(value, int | float) and abs(value) < 1 << 30:
-            yield f"general.sampling.{key}", np.float32(value) if key != "top_k" else np.int32(int(value))
-
-
-def _base_model(name: str | None) -> dict[str, GgufValue]:
-    """The model on the Hub that the source is."""
-    if name is None:
-        return {}
-    organization, _, model = name.partition("/")
-    return {
-        "general.base_model.count": np.uint32(1),
-        "general.base_model.0.name": model,
-        "general.base_model.0.organization": organization,
-        "general.base_model.0.repo_url": f"https://huggingface.co/{name}",
-    }
-
-
-def _size_label(plan: Plan) -> str:
-    """The number of parameters in a few characters, of a model with experts as `8x7B`: of these, all but the experts
-    and one of them."""
-    numbers = {name: stack_and_slice(name)[1] if len(spec.shape) > 1 else None for name, spec in plan.targets.items()}
-    experts = 1 + max((number for number in numbers.values() if number is not None), default=-1)
-    parameters = sum(math.prod(plan.targets[name].shape) for name, number in numbers.items() if not number)
-    scale, unit = next((each for each in _UNITS if parameters > each[0]), _UNITS[-1])
-    digits = max(2 - len(str(round(parameters / scale)).lstrip("0")), 0)
-    return (f"{experts}x" if experts else "") + f"{parameters / scale:.{digits}f}{unit}"
-
-
-_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 
 def _of_main_type(
@@ -306,7 +295,7 @@ def _towers(
             f"has those in a second one, which is not written, for {error.what}."
         )
         return None, [why]
-    return mmproj, list(mmproj.notes)
+    return mmproj, mmproj.notes
 
 
 def _notes_of_the_model(model: ModelShape, family: GgufFamily, options: str) -> Iterator[str]:

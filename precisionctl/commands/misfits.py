@@ -61,8 +61,11 @@ class Misfits:
 
     def advice(self, left: Sequence[Job]) -> str:
         """What to do if not all weights fit, and these jobs are left without those that do not."""
-        others = " or ".join(self._schemes())
-        others = others and f"--scheme {others}, which takes them, or "
+        # four-bit schemes only if this one has four bits
+        bits = [each for each in self.engine.spells if {each, self.form.scheme} <= FOUR_BITS.keys()]
+        schemes = (*bits, *schemes_of(self.engine, self.plan.model, self.jobs))
+        fitting = " or ".join(each for each in schemes if self._all_fit_in(each))
+        others = f"--scheme {fitting}, which takes them, or " if fitting else ""
         if not left or self._loses(name for job in left for name in job.weights):  # in BF16, they would be
             return f"`export-inference` has {others}--target, for another engine."
         return (
@@ -70,23 +73,15 @@ class Misfits:
             "them; or name modules in --exclude, or keep_bf16 of a --recipe."
         )
 
-    def _schemes(self) -> list[Scheme]:
-        """The other schemes in which the engine takes all weights; four-bit ones only if this one has four bits."""
-        bits = [each for each in self.engine.spells if {each, self.form.scheme} <= FOUR_BITS.keys()]
-        schemes = (*bits, *schemes_of(self.engine, self.plan.model, self.jobs))
-        return [each for each in schemes if self._in(each)._all_fit()]
-
-    def _in(self, scheme: Scheme) -> Misfits:
-        """Those of the same export in another scheme."""
+    def _all_fit_in(self, scheme: Scheme) -> bool:
+        """Whether the engine takes all weights in another scheme."""
         method = quant_methods()[self.engine.spells[scheme]]
-        return replace(self, form=replace(self.form, method=method, scheme=scheme))
-
-    def _all_fit(self) -> bool:
-        scales = self.form.scales(self.jobs, self.plan)
+        other = replace(self, form=replace(self.form, method=method, scheme=scheme))
+        scales = other.form.scales(self.jobs, self.plan)
         return not (
-            self._unloaded(scales)
-            or any(self.refusal(name, self.plan.targets[name], each) for name, each in scales.items())
-            or self._loses(scales)
+            other._unloaded(scales)
+            or any(other.refusal(name, self.plan.targets[name], each) for name, each in scales.items())
+            or other._loses(scales)
         )
 
     def _unloaded(self, coded: Iterable[str]) -> list[Finding]:

@@ -1,7 +1,6 @@
 """The target of `export-inference` that is a directory of mlx-lm's, for Macs (also LM Studio)."""
 
 import shlex
-from collections.abc import Iterator
 
 from precisionctl.checkpoints.base import packings_of
 from precisionctl.checkpoints.hf_directory.config_json import config_dtype
@@ -17,7 +16,6 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import PrecisionError
 from precisionctl.export.mlx_plan import in_mlx
 from precisionctl.export.model_card import Card, path_in_command
-from precisionctl.planning.plan import Plan
 from precisionctl.quant_methods.mxfp4 import BLOCKS_OF_16
 from precisionctl.sizes import counted
 
@@ -36,14 +34,23 @@ def for_mlx(source: Source) -> Result:
     if scheme not in ("bf16", "f16") and not quantized:
         what = f"no weight of this model has whole groups of --scheme {scheme}"
         raise PrecisionError(what, do="Choose --scheme bf16.")
+
+    notes = [*source_notes(source)]
+    if wrapper := model.wrapper:
+        number = counted(len(source.plan.towers.targets), "tensor")
+        notes.append(f"mlx-lm has the text model of this {wrapper.model_type}. Its towers, {number}, are not written.")
+    if others := "; ".join(computed_otherwise(model)):
+        notes.append(
+            f"mlx-lm computes a little otherwise than transformers, with every directory of this model: {others}."
+        )
+    if any(job.row.of_prediction for job in source.plan.jobs):
+        notes.append("mlx-lm has no layers of multi-token prediction: those of this model are not written.")
+    notes += rounded_notes(reader, plan)
+    if codes and scheme in ("bf16", "f16"):
+        notes.append(lower_scheme_note(BLOCKS_OF_16.name, "mxfp4"))
     run = f"mlx_lm.generate --model {shlex.quote(str(request.destination))} --prompt hello"
-    notes = [
-        *source_notes(source),
-        *_notes(source.plan),
-        *rounded_notes(reader, plan),
-        *([lower_scheme_note(BLOCKS_OF_16.name, "mxfp4")] if codes and scheme in ("bf16", "f16") else []),
-        f"Run it on a Mac with: {run}",
-    ]
+    notes.append(f"Run it on a Mac with: {run}")
+
     matrices = (name for name, spec in plan.targets.items() if len(spec.shape) > 1 and name.endswith(".weight"))
     card = Card(
         name=request.destination.name,
@@ -57,13 +64,3 @@ def for_mlx(source: Source) -> Result:
         codes=scheme.replace("bit", "-bit") if scheme in ("4bit", "8bit") else scheme.upper(),
     )
     return Result(plan, notes, card=card, mlx=words_of_mlx(model, dtype))
-
-
-def _notes(plan: Plan) -> Iterator[str]:
-    if wrapper := plan.model.wrapper:
-        number = counted(len(plan.towers.targets), "tensor")
-        yield f"mlx-lm has the text model of this {wrapper.model_type}. Its towers, {number}, are not written."
-    if others := "; ".join(computed_otherwise(plan.model)):
-        yield f"mlx-lm computes a little otherwise than transformers, with every directory of this model: {others}."
-    if any(job.row.of_prediction for job in plan.jobs):
-        yield "mlx-lm has no layers of multi-token prediction: those of this model are not written."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,23 +22,11 @@ from precisionctl.sizes import counted, listed
 
 @dataclass(frozen=True)
 class Mmproj:
-    """A second file, and the plan of its tensors. `left_out` are towers' tensors that nothing is computed with, and
-    `otherwise` is what llama.cpp computes otherwise of such towers, if it does."""
+    """A second file, the plan of its tensors, and notes on what is in it, and what llama.cpp makes of it."""
 
     contents: GgufContents
     plan: Plan
-    left_out: tuple[str, ...]
-    otherwise: str
-
-    @property
-    def notes(self) -> Iterator[str]:
-        """What is in it, and what llama.cpp makes of it."""
-        said = f"The towers, {counted(len(self.plan.jobs), 'tensor')} of the source, are in {self.contents.name}."
-        if self.left_out:
-            said = f"{said} Not written are {listed(self.left_out)}: no token is computed with them."
-        yield said
-        if self.otherwise:
-            yield f"With them llama.cpp computes otherwise than transformers: {self.otherwise}."
+    notes: list[str]
 
 
 def mmproj_of(plan: Plan, reader: Reader, name: str, kind: ValuesType, about: Callable[[Plan], Metadata]) -> Mmproj:
@@ -59,6 +47,12 @@ def mmproj_of(plan: Plan, reader: Reader, name: str, kind: ValuesType, about: Ca
         **tower.metadata,
         "general.quantization_version": np.uint32(2),
     }
+    contents = GgufContents(name, metadata, towers.targets, made)
+
+    notes = [f"The towers, {counted(len(towers.jobs), 'tensor')} of the source, are in {name}."]
     written = {job.reads for job in towers.jobs}
-    left_out = tuple(job.writes[0] for job in plan.towers.jobs if job.reads not in written)
-    return Mmproj(GgufContents(name, metadata, towers.targets, made), towers, left_out, tower.otherwise)
+    if left_out := [job.writes[0] for job in plan.towers.jobs if job.reads not in written]:
+        notes[0] += f" Not written are {listed(left_out)}: no token is computed with them."
+    if tower.otherwise:
+        notes.append(f"With them llama.cpp computes otherwise than transformers: {tower.otherwise}.")
+    return Mmproj(contents, towers, notes)

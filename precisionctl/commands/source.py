@@ -118,7 +118,11 @@ def open_source(request: Request) -> Source:
     files = fingerprints(reader.files)
     encodings = _encodings(request, reader)
     trained = _trained(request, reader)
-    masters = _masters(request, reader, trained)
+    masters = None  # of an optimizer that cannot be read, or that is dropped, nothing is used
+    if trained and storage.is_state_dict:  # which has no other place for them
+        masters = trained
+    elif request.kind == "values" and request.dtype_of_values == DType.float32 and not request.drop_optimizer:
+        masters = with_masters(reader)
     were_codes = encodings is not None and bool(encodings.quantization)
     engine = None
     if request.kind == "codes" and (request.chooses_codes or not were_codes):
@@ -199,16 +203,6 @@ def _trained(request: Request, reader: Reader) -> RunReader | None:
             do="Leave --precision out; --drop-optimizer writes the weights alone.",
         )
     return reader
-
-
-def _masters(request: Request, reader: Reader, trained: RunReader | None) -> RunReader | None:
-    """The reader, if the result's weights are the FP32 masters of its optimizer: wherever weights are FP32, and where a
-    state dict has no other place for masters. Of an optimizer that cannot be read, or that is dropped, nothing is."""
-    if trained and request.storage.is_state_dict:
-        return trained
-    if request.kind != "values" or request.dtype_of_values != DType.float32 or request.drop_optimizer:
-        return None
-    return with_masters(reader)
 
 
 def with_masters(reader: Reader) -> RunReader | None:

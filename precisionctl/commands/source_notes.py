@@ -23,7 +23,6 @@ from precisionctl.fp8 import sidecar
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.same_model import in_words
 from precisionctl.param import Layout
-from precisionctl.planning.plan import Plan
 from precisionctl.sizes import counted, size
 from precisionctl.untrusted.safe_files import has_file
 from precisionctl.untrusted.safe_json import parse_json
@@ -39,17 +38,41 @@ _NAMES = {
 
 def source_notes(source: Source) -> Iterator[str]:
     """Notes on what the source is, and on what the result will not have of it, for any kind of result."""
-    reader, plan = source.reader, source.plan
+    reader, plan, reference = source.reader, source.plan, source.request.reference
     yield from family_notes(reader, plan.model, plan.to_layout, named=source.request.architecture is not None)
     if plan.to_layout == "hf":
         yield from vocabulary_notes(reader)
-    if source.request.trust_reference:
-        yield from _overruled_notes(reader)
-    yield from _padding_notes(reader, plan)
+
+    if source.request.trust_reference and of_megatron(reader):
+        try:
+            found = contradictions(reader.model, by_arguments(reader.args, reader.model, reader.path))
+        except PrecisionctlError as error:
+            found = error.what
+        if found:
+            yield f"The reference is taken where Megatron's arguments say otherwise (reference / arguments): {found}."
+
+    if of_megatron(reader):
+        tokens, rows, new_rows = reader.model.vocab_size, reader.model.padded_vocab_size, plan.model.padded_vocab_size
+        if plan.to_layout == "hf" and rows != tokens:
+            yield f"The vocabulary has {tokens} rows: the {rows - tokens} of Megatron's padding are left out."
+        if plan.to_layout == "megatron" and rows != new_rows:
+            yield (
+                f"The vocabulary is padded to {new_rows} rows, as Megatron pads it for this --tp; "
+                f"the source has {rows}."
+            )
+
     yield from reading_notes(reader)
     yield from _trained_notes(reader, carried=source.trained is not None)
-    yield from _companion_notes(reader, source.request.reference)
-    yield from _missing_notes(reader, plan.to_layout, source.request.reference)
+
+    if taken := [name for name in reader.companions.files if name not in reader.own_companions.files]:
+        yield f"The source has none of these, so they are the reference's, {reference}: {', '.join(taken)}."
+    yield from reader.companions.notes
+    if code := reader.companions.code:
+        yield (
+            f"The model's own code is copied as it is: {', '.join(code)}. Nothing here has run it; whoever "
+            "opens the result with trust_remote_code (vLLM, SGLang: --trust-remote-code) does."
+        )
+    yield from _missing_notes(reader, plan.to_layout, reference)
 
 
 def family_notes(reader: Reader, model: ModelShape, to: Layout, *, named: bool) -> Iterator[str]:
@@ -168,19 +191,6 @@ def decoded_base_notes(reader: Reader) -> Iterator[str]:
         )
 
 
-def _companion_notes(reader: Reader, reference: Path | None) -> Iterator[str]:
-    """Notes on what is beside the text model: files and towers that are the reference's, files that are not copied, and
-    code."""
-    if taken := [name for name in reader.companions.files if name not in reader.own_companions.files]:
-        yield f"The source has none of these, so they are the reference's, {reference}: {', '.join(taken)}."
-    yield from reader.companions.notes
-    if code := reader.companions.code:
-        yield (
-            f"The model's own code is copied as it is: {', '.join(code)}. Nothing here has run it; whoever "
-            "opens the result with trust_remote_code (vLLM, SGLang: --trust-remote-code) does."
-        )
-
-
 def _missing_notes(reader: Reader, to: Layout, reference: Path | None) -> Iterator[str]:
     """Notes on what a complete directory has and the source, and so the result, does not. Megatron's needs a tokenizer
     alone, and from Megatron's own nobody expects one."""
@@ -203,38 +213,10 @@ def _missing_notes(reader: Reader, to: Layout, reference: Path | None) -> Iterat
         )
 
 
-def _overruled_notes(reader: Reader) -> Iterator[str]:
-    """A note on what Megatron's arguments contradict in a reference that is trusted."""
-    if not of_megatron(reader):
-        return
-    try:
-        by_args = by_arguments(reader.args, reader.model, reader.path)
-        found = contradictions(reader.model, by_args)
-    except PrecisionctlError as error:
-        found = error.what
-    if found:
-        yield f"The reference is taken where Megatron's arguments say otherwise (reference / arguments): {found}."
-
-
 def vocabulary_notes(reader: Reader) -> Iterator[str]:
     """A note that a Megatron source does not say which rows of its vocabulary are padding."""
     if of_megatron(reader) and "config.json" not in reader.companions.files and not reader.args.get("vocab_size"):
         yield (
             f"{reader.path} does not say how many tokens its vocabulary has: all {reader.model.vocab_size} rows are "
             "taken for tokens, also any that pad it. --reference HF_DIR tells them apart."
-        )
-
-
-def _padding_notes(reader: Reader, plan: Plan) -> Iterator[str]:
-    """A note that rows which pad the vocabulary of a Megatron source are left out, or are another number."""
-    if not of_megatron(reader):
-        return
-    before, after = reader.model, plan.model
-    padding = before.padded_vocab_size - before.vocab_size
-    if plan.to_layout == "hf" and padding:
-        yield f"The vocabulary has {before.vocab_size} rows: the {padding} of Megatron's padding are left out."
-    if plan.to_layout == "megatron" and before.padded_vocab_size != after.padded_vocab_size:
-        yield (
-            f"The vocabulary is padded to {after.padded_vocab_size} rows, as Megatron pads it for this --tp; "
-            f"the source has {before.padded_vocab_size}."
         )

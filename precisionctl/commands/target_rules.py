@@ -62,15 +62,13 @@ def check_directory(
         found = check_te(reader, planned)
     else:
         found = check_llama_cpp(reader) if target == LLAMA_CPP else check_mlx(reader)
-    of_any = [each for each in (_wrapped(reader), planned()) if isinstance(each, Finding)]
+    of_any: list[Finding] = []
+    if isinstance(reader, HuggingFaceReader) and reader.wrapped:  # a model is read here by such names too
+        what = "named as in a module of torch.compile, FSDP, DDP or PEFT"
+        of_any.append(Finding(reader.wrapped, what, _OWN_NAMES))
+    if isinstance(plan := planned(), Finding):
+        of_any.append(plan)
     return TargetCheck(title, [*of_any, *found])
-
-
-def _wrapped(reader: Reader) -> Finding | None:
-    """That names are those inside of another module, by which a model is read here."""
-    if not isinstance(reader, HuggingFaceReader) or not reader.wrapped:
-        return None
-    return Finding(reader.wrapped, "named as in a module of torch.compile, FSDP, DDP or PEFT", _OWN_NAMES)
 
 
 def _planned(reader: Reader, layout: Layout) -> Plan | Finding:

@@ -46,8 +46,20 @@ def with_te_state(source: Source) -> Result:
         *rounded_notes(reader, source.plan),
         f"Load it with: precisionctl.te.load_te({json.dumps(str(request.destination))})",
     ]
-    make_states = partial(_with_weight_scales, states, source.plan)
-    return Result(source.plan, notes, make_states, live=True, card=_card(source, states))
+
+    plan, name = source.plan, request.destination.name
+    file = Path(request.fp8_state.name) if request.fp8_state else None
+    facts = {
+        "weights": "bfloat16, cast to float8_e4m3fn when it is loaded",
+        "scheme": "delayed scaling, with its state",
+        "input scales": " ".join(input_scale_notes(recorded, file)),
+    }
+    in_state = [write for job in plan.jobs if job.row.gemm and job.module in states.modules for write in job.writes]
+    matrices = [target for target, spec in plan.targets.items() if len(spec.shape) == 2]
+    kept = [target.removesuffix(".weight") for target in matrices if target not in in_state]
+    command = f"from precisionctl.te import load_te\n\nmodel = load_te({json.dumps(path_in_command(name))})"
+    card = Card(name, OTHER_TARGETS[TE], "transformer-engine", command, facts, in_state, kept, request.base_model)
+    return Result(plan, notes, partial(_with_weight_scales, states, plan), live=True, card=card)
 
 
 def _of_gemms(source: Source) -> Fp8States:
@@ -87,19 +99,3 @@ def _with_weight_scales(
         weight = after_one_update(stored, "weight", states.recipe)
         modules[module] = Fp8State({**states.modules[module].roles, "weight": weight})
     return replace(states, modules=modules), ()
-
-
-def _card(source: Source, states: Fp8States) -> Card:
-    """The model card of the result."""
-    request, plan, name = source.request, source.plan, source.request.destination.name
-    file = Path(request.fp8_state.name) if request.fp8_state else None
-    facts = {
-        "weights": "bfloat16, cast to float8_e4m3fn when it is loaded",
-        "scheme": "delayed scaling, with its state",
-        "input scales": " ".join(input_scale_notes(source.known.current, file)),
-    }
-    in_state = [name for job in plan.jobs if job.row.gemm and job.module in states.modules for name in job.writes]
-    matrices = [name for name, spec in plan.targets.items() if len(spec.shape) == 2]
-    kept = [name.removesuffix(".weight") for name in matrices if name not in in_state]
-    command = f"from precisionctl.te import load_te\n\nmodel = load_te({json.dumps(path_in_command(name))})"
-    return Card(name, OTHER_TARGETS[TE], "transformer-engine", command, facts, in_state, kept, request.base_model)

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 from precisionctl.architectures.head_rearrangements import QKV, RotaryPairs
 from precisionctl.architectures.rearrangements import SAME
-from precisionctl.checkpoints.other_trainers.torchtitan_families import FAMILIES, TorchtitanFamily
+from precisionctl.checkpoints.other_trainers.torchtitan_families import FAMILIES
 from precisionctl.errors import MappingError
-from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import STATE, TensorSpec, kind_and_parameter, state_name
 from precisionctl.planning.plan import Job, Plan
 
@@ -26,32 +25,24 @@ def with_torchtitan_names(plan: Plan) -> Plan:
     jobs, targets = list[Job](), dict[str, TensorSpec]()
     for job in plan.jobs:
         row, count = job.row, len(job.row.hf)
-        names = {name: _torchtitan_name(name, family, model) for name in job.writes}
-        for name in job.writes[:count]:
-            if names[name] is None:
+        specs = dict[str, TensorSpec]()
+        for index, name in enumerate(job.writes):
+            kind, parameter = kind_and_parameter(name)
+            found = family.titan_name(parameter if kind else name, model)
+            if found is not None:
+                specs[state_name(kind, found) if kind else found] = plan.targets[name]
+            elif index < count:
                 do = "Write --to dcp, or --to hf."
                 raise MappingError(f"torchtitan's {model.architecture} has no `{name}`", do=do)
-        specs = {new: plan.targets[name] for name, new in names.items() if new is not None}
         if row.rearrangement == QKV:
             if job.name.startswith(STATE):
                 first = next(iter(specs))
+                inside, _, last = first.rpartition(".")
                 row = replace(row, names=row.hf[:1], rearrangement=SAME)
-                specs = {_fused(first): replace(specs[first], shape=row.shapes(model, "hf")[0])}
+                # the name that moments of queries, keys and values have together
+                specs = {f"{inside[:-1]}qkv.{last}": replace(specs[first], shape=row.shapes(model, "hf")[0])}
             turned = RotaryPairs(row.rearrangement) if family.pairs else row.rearrangement  # which changes no shape
             row = replace(row, rearrangement=turned, as_stored=job.row.source)
         jobs.append(replace(job, row=row, writes=tuple(specs)))
         targets |= specs
     return replace(plan, jobs=tuple(jobs), targets=targets)
-
-
-def _torchtitan_name(name: str, family: TorchtitanFamily, model: ModelShape) -> str | None:
-    """torchtitan's name of a weight, or of a weight's optimizer state."""
-    kind, parameter = kind_and_parameter(name)
-    found = family.titan_name(parameter if kind else name, model)
-    return state_name(kind, found) if kind and found else found
-
-
-def _fused(name: str) -> str:
-    """The name that moments of queries, keys or values have together."""
-    inside, _, kind = name.rpartition(".")
-    return f"{inside[:-1]}qkv.{kind}"

@@ -40,7 +40,7 @@ from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError
 from precisionctl.fp8.carry import amax_by_module, carry_state
 from precisionctl.fp8.state import Fp8States
 from precisionctl.megatron_flags import flags_of, stateless_words, words_of_bf16
-from precisionctl.planning.plan import Plan, check_fp8_gemms
+from precisionctl.planning.plan import check_fp8_gemms
 from precisionctl.precision import Precision
 
 
@@ -68,13 +68,16 @@ def as_values(source: Source) -> Result:
     if storage.layout == "megatron":  # the Writer adds the words of `state`
         words = stateless_words(before) if before else {}
         run = replace(run, args={**run.args, **(words if keeps else words_of_bf16(run.args))})
+    expert_ranks = None
+    if live and plan.model.moe is not None and storage.container != TORCH:  # payloads are cut for each rank of experts
+        expert_ranks = storage.parallelism.expert
     notes = [
         *_notes(source, run),
         *(_stateless_notes(request.recipe) if in_fp8 else ()),
         *_unsaid_notes(storage, before),
         *not_known,
         *(state.notes if state else ()),
-        *(_payload_notes(storage, plan) if live else ()),
+        *(payload_notes(storage.te_version, expert_ranks) if live else ()),
         *known_state_notes(known, carried=sidecar is known.outdated and not live),
         *(code_notes(encodings) if reader.encodings and encodings else decoded_notes(reader)),
     ]
@@ -120,26 +123,22 @@ def _notes(source: Source, run: CarriedRun) -> Iterator[str]:
     if source.trained and of_megatron(source.trained) and storage.is_state_dict:
         schedule = "" if storage.container == TORCHTITAN else "the schedule of learning rates, "
         yield f"Not carried over from the run: {schedule}{', '.join(OF_THE_LOOP)}."
-    yield from _default_notes(source)
-    if storage.container == TORCHTITAN:
-        yield "Load it with `--checkpoint.exclude_from_loading dataloader`: the result has no state of the data."
-    if source.trained and storage.container == TORCH:
-        yield "Continue with --no-load-rng: the result has no states of random generators."
 
-
-def _default_notes(source: Source) -> Iterator[str]:
-    """Notes on the optimizer's settings that the source does not say, and that the result's loader needs."""
-    trained, storage, defaults = source.trained, source.request.storage, dict[str, Any]()
-    if trained and storage.container in (DCP, TORCHTITAN):
-        defaults |= trainer_run_of(trained).defaults(ADAMW_SETTINGS)
-    elif trained and of_trainer(trained):
-        defaults |= trained.trainer_run.defaults(MEGATRON_NEEDS if storage.layout == "megatron" else ())
+    defaults: dict[str, Any] = {}  # of settings that the source does not say, and that the result's loader needs
+    if source.trained and storage.container in (DCP, TORCHTITAN):
+        defaults |= trainer_run_of(source.trained).defaults(ADAMW_SETTINGS)
+    elif source.trained and of_trainer(source.trained):
+        defaults |= source.trained.trainer_run.defaults(MEGATRON_NEEDS if storage.layout == "megatron" else ())
     if "initial_lr" in defaults:
         rate = defaults.pop("initial_lr")
         yield f"The source does not say the rate before its schedule: the result's initial_lr is its lr, {rate:g}."
     if defaults:
         values = ", ".join(f"{key} {value}" for key, value in defaults.items())
         yield f"The source does not say all settings of its optimizer, and the result has PyTorch's defaults: {values}."
+    if storage.container == TORCHTITAN:
+        yield "Load it with `--checkpoint.exclude_from_loading dataloader`: the result has no state of the data."
+    if source.trained and storage.container == TORCH:
+        yield "Continue with --no-load-rng: the result has no states of random generators."
 
 
 def _master_notes(source: Source) -> Iterator[str]:
@@ -193,11 +192,6 @@ def _stateless_notes(recipe: Precision | None) -> Iterator[str]:
             f"{recipe.scaling} scaling keeps no state, so the result is that of --precision bf16: give the run the "
             f"recipe, `resume --precision {recipe.option} --recipe ...` here, `{flags}` in Megatron-LM."
         )
-
-
-def _payload_notes(storage: Storage, plan: Plan) -> Iterator[str]:
-    cut = plan.model.moe is not None and storage.container != TORCH  # payloads are cut for each rank of experts
-    return payload_notes(storage.te_version, storage.parallelism.expert if cut else None)
 
 
 def _live_state(
