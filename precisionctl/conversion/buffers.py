@@ -13,7 +13,7 @@ from precisionctl.checkpoints.chunks import Bytes, in_pieces
 from precisionctl.codes import nibbles
 from precisionctl.codes.encoding import grid_shape
 from precisionctl.dtypes import DType
-from precisionctl.planning.plan import Job, Plan
+from precisionctl.planning.plan import Plan
 from precisionctl.torch_when_used import torch
 
 if TYPE_CHECKING:
@@ -87,12 +87,9 @@ def worker_memory(plan: Plan) -> int:
         for job in plan.jobs
         if plan.computes(job)
     ]
-    encoded = [6 * BUFFER + _BLOCK * _blocks(job, plan) for job in plan.jobs if job.codes]
+    encoded = []
+    for codes in (job.codes for job in plan.jobs if job.codes):
+        measured = ((plan.targets[name], scales.block) for name, scales in codes.measured.items())
+        blocks = sum(prod(grid_shape(spec.rows, spec.columns, block)) for spec, block in measured)
+        encoded.append(6 * BUFFER + _BLOCK * blocks)
     return 3 * max(BUFFER, *rows) + WIDEST * nibbles.SCRATCH + max(computed, default=0) + max(encoded, default=0)
-
-
-def _blocks(job: Job, plan: Plan) -> int:
-    """The number of blocks with a scale in the tensors that a job looks at to encode its own."""
-    weights = job.codes.measured if job.codes else {}
-    specs = ((plan.targets[name], scales.block) for name, scales in weights.items())
-    return sum(prod(grid_shape(spec.rows, spec.columns, block)) for spec, block in specs)

@@ -65,8 +65,11 @@ def convert(
 
     Returns the outcome of all jobs, also of those done before.
     """
-    if journal and journal.done and not _are_whole(_ends(plan, writer)):
-        journal.forget()
+    if journal and journal.done:
+        # a file that was cut off would be filled with zeros
+        ends = _ends(plan, writer)
+        if not all(file.is_file() and file.stat().st_size >= end for file, end in ends.items()):
+            journal.forget()
     done = frozenset(journal.done) if journal else frozenset()
     ranks.gather("checked", {})  # all have looked, before the first rank creates files that another one found missing
     if ranks.first:
@@ -74,7 +77,9 @@ def convert(
         ranks.publish("laid out")
     ranks.receive("laid out")
     share = _Share(plan, writer, ranks) if ranks.count > 1 else writer
-    jobs = [job for job in plan.jobs if _is_mine(job, share, ranks)]
+    # those that write into this rank's part; the first rank does those that write nothing (which check that a bias
+    # without a place in the target is zero)
+    jobs = [job for job in plan.jobs if (any(map(share.chunks, job.outputs)) if job.outputs else ranks.first)]
     on_bytes(sum(plan.job_bytes(job) for job in jobs if job.name in done))
     todo = [job for job in jobs if job.name not in done]
     _log.info("%d of %d jobs are to be done, by %d workers", len(todo), len(jobs), workers)
@@ -98,13 +103,6 @@ def convert(
 def _torch_for(worker: Worker, jobs: Iterable[Job]) -> AbstractContextManager[None]:
     """PyTorch in one thread, imported before workers are forked, if any of these jobs needs it."""
     return one_torch_thread() if any(worker.needs_torch(job) for job in jobs) else nullcontext()
-
-
-def _is_mine(job: Job, share: Chunked, ranks: Ranks) -> bool:
-    """Whether a job writes into this rank's part. The first rank does jobs that write nothing (which check that a bias
-    without a place in the target is zero)."""
-    names = job.outputs
-    return any(share.chunks(name) for name in names) if names else ranks.first
 
 
 def read_back(
@@ -164,11 +162,6 @@ def _ends(plan: Plan, writer: Chunked) -> dict[Path, int]:
     return ends
 
 
-def _are_whole(ends: Mapping[Path, int]) -> bool:
-    """Whether files are as long as these `ends`. A file that was cut off would be filled with zeros."""
-    return all(file.is_file() and file.stat().st_size >= end for file, end in ends.items())
-
-
 def _cut(begins: Sequence[int], at: int, near: int) -> int:
     """Where to cut files that begin at `begins`, near to `at`."""
     nearest = min(begins, key=lambda begin: abs(begin - at))
@@ -189,21 +182,16 @@ class _Share:
         self._mine = parts_of_ranks(plan, writer, ranks.count)[ranks.rank]
 
     def chunks(self, name: str) -> Sequence[Chunk]:
-        itemsize = self.specs[name].dtype.itemsize
-        return [
-            replace(chunk, only=box)
-            for chunk in self._writer.chunks(name)
-            if isinstance(chunk.place, Path) and chunk.place in self._mine
-            for box in chunk.box.run(*_elements(chunk, itemsize, self._mine[chunk.place]))
-        ]
-
-
-def _elements(chunk: Chunk, itemsize: int, part: range) -> tuple[int, int]:
-    """The first element of a chunk that begins in this part of its file, and how many do."""
-    first, stop = (
-        min(max(0, -((chunk.offset - byte) // itemsize)), chunk.box.elements) for byte in (part.start, part.stop)
-    )
-    return first, stop - first
+        itemsize, mine = self.specs[name].dtype.itemsize, list[Chunk]()
+        for chunk in self._writer.chunks(name):
+            if isinstance(chunk.place, Path) and chunk.place in self._mine:
+                part = self._mine[chunk.place]
+                first, stop = (  # the elements that begin in this part of the file
+                    min(max(0, -((chunk.offset - byte) // itemsize)), chunk.box.elements)
+                    for byte in (part.start, part.stop)
+                )
+                mine += [replace(chunk, only=box) for box in chunk.box.run(first, stop - first)]
+        return mine
 
 
 class _JournalWriter:

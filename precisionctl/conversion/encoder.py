@@ -116,7 +116,11 @@ class Encoder:
 
     def _seen(self, jobs: Sequence[Job], weights: Mapping[str, Scales]) -> dict[str, BlockScales]:
         """What all values of these weights, which these jobs write, say of their scales."""
-        seen = {name: self._scales_of(name, scales) for name, scales in weights.items()}
+        seen = dict[str, BlockScales]()
+        for name, scales in weights.items():
+            spec, former, has_zeros = self.specs[name], self._former.get(name), scales.zero_points is not None
+            size = spec.rows, spec.columns
+            seen[name] = BlockScales(*size, scales.block, spec.element, former, scales.global_divides, has_zeros)
         for name, row, values in (piece for job in jobs for piece in self._values(job)) if seen else ():
             if name in seen:
                 seen[name].see(values, row, self.buffers.scratch)
@@ -128,12 +132,6 @@ class Encoder:
                     raise PrecisionError(what, do=BROKEN_WEIGHTS)
                 self.found.with_nan.add(name)
         return seen
-
-    def _scales_of(self, name: str, scales: Scales) -> BlockScales:
-        """The BlockScales that find a weight's scales."""
-        spec, shifted = self.specs[name], scales.zero_points is not None
-        former, divides = self._former.get(name), scales.global_divides
-        return BlockScales(spec.rows, spec.columns, scales.block, spec.element, former, divides, shifted)
 
     def _is_by_row(self, name: str, scales: Scales) -> bool:
         """Whether each row has a scale of its own, FP32 and none from before."""
@@ -209,21 +207,18 @@ class _WeightCodes:
         self, encoder: Encoder, name: str, scales: Scales, rounding: numerics.ScaleRounding, seen: BlockScales | None
     ) -> None:
         self._encoder, self._name, self._scales, self._rounding, self._seen = encoder, name, scales, rounding, seen
-        self._whole = None if seen is None else self._settled(seen)
+        self._whole: Encoding | None = None
+        """The encoding of the whole tensor after the first pass. The parts that are final by now are written."""
+        if seen is not None:
+            self._whole = seen.settle(scale_dtype(encoder.specs[scales.weight].dtype).torch, rounding)
+            if not seen.searches:
+                encoder.put_grid(scales, self._whole)
+            encoder.put_further(name, scales, self._whole)
         self._searches = seen is not None and seen.searches
         has_changed = seen is not None and seen.former is not None and not bool(seen.fits.all())
         self._changed = 0 if has_changed else None
         # with steps of one size, or sixteen numbers, many values become zero anyway
         self._underflows = _Underflows() if encoder.specs[name].element.is_fp8 else None
-
-    def _settled(self, seen: BlockScales) -> Encoding:
-        """The encoding of the tensor after the first pass. The parts that are final by now are written."""
-        encoder, scales = self._encoder, self._scales
-        encoding = seen.settle(scale_dtype(encoder.specs[scales.weight].dtype).torch, self._rounding)
-        if not seen.searches:
-            encoder.put_grid(scales, encoding)
-        encoder.put_further(self._name, scales, encoding)
-        return encoding
 
     def write(self, row: int, values: Tensor) -> None:
         """Write the codes of rows, and those of their scales that are found here."""
@@ -238,25 +233,23 @@ class _WeightCodes:
         encoder.put(self._name, row, codes)
 
     def _of_rows(self, row: int, values: Tensor) -> tuple[Encoding, int]:
-        """The encoding of rows from `row` on, and the number that the first of them has in it."""
-        if self._seen is None or self._whole is None:
-            return self._by_row(row, values), 0
+        """The encoding of rows from `row` on, and the number that the first of them has in it. Scales that are found
+        here are written."""
+        encoder, name = self._encoder, self._name
+        if self._seen is None or self._whole is None:  # each row has a scale of its own, from its own amax
+            element = encoder.specs[name].element
+            amax, has_nan = numerics.row_amax_and_nan(values, encoder.buffers.scratch)
+            _check_finite(name, amax)
+            if has_nan:
+                encoder.found.with_nan.add(name)
+            scale_inv = numerics.rounded_up(numerics.scale_inv(amax, element), self._rounding)
+            encoder.put(self._scales.weight, row, scale_inv)
+            return Encoding(element, scale_inv, (1, values.shape[1])), 0
         if not self._searches:
             return self._whole, row
-        found = self._seen.searched(values, row, self._whole, self._encoder.buffers.scratch)
-        self._encoder.put_grid(self._scales, found, row)
+        found = self._seen.searched(values, row, self._whole, encoder.buffers.scratch)
+        encoder.put_grid(self._scales, found, row)
         return found, 0
-
-    def _by_row(self, row: int, values: Tensor) -> Encoding:
-        """The encoding of rows that each have a scale of their own, from their own amax. The scales are written."""
-        encoder, element = self._encoder, self._encoder.specs[self._name].element
-        amax, has_nan = numerics.row_amax_and_nan(values, encoder.buffers.scratch)
-        _check_finite(self._name, amax)
-        if has_nan:
-            encoder.found.with_nan.add(self._name)
-        scale_inv = numerics.rounded_up(numerics.scale_inv(amax, element), self._rounding)
-        encoder.put(self._scales.weight, row, scale_inv)
-        return Encoding(element, scale_inv, (1, values.shape[1]))
 
     def _differing(self, row: int, codes: Tensor, values: Tensor, now: Encoding) -> int:
         """How many codes differ from the codes before. If those are no longer stored, from the codes that the former

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import IO
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import shard_boxes
@@ -56,30 +55,34 @@ def estimate(
     disk, and of encoding; with `verify` everything is done twice. Each of several `ranks` does an equal part, and
     counts as a machine of its own that copies and encodes as fast as this one. Raises DiskProblem where that disk takes
     no file."""
-    memory = PLANNED * (len(reader.specs) + len(plan.targets)) + PLACED * _boxes(plan) + workers * worker_memory(plan)
+    memory = PLANNED * (len(reader.specs) + len(plan.targets)) + workers * worker_memory(plan)
+    if plan.to_layout == "megatron":
+        sizes, targets = plan.parallelism, plan.targets.items()
+        cuts = Counter((spec, sizes.tensor_of(experts=expert_of(name) is not None)) for name, spec in targets)
+        boxes = sum(count * sum(map(len, shard_boxes(spec, size))) for (spec, size), count in cuts.items())
+        memory += PLACED * boxes
+
     rate = _copy_rate(reader, directory_above(destination))
     if rate is None:
         return Estimate(memory, None)
     return Estimate(memory, (2 if verify else 1) / ranks * (plan.nbytes / rate + _encode_seconds(plan) / workers))
 
 
-def _boxes(plan: Plan) -> int:
-    """How many boxes a Megatron target's tensors are cut into for its ranks; 0 for other targets."""
-    if plan.to_layout != "megatron":
-        return 0
-    sizes = plan.parallelism
-    cuts = Counter((spec, sizes.tensor_of(experts=expert_of(name) is not None)) for name, spec in plan.targets.items())
-    return sum(count * sum(map(len, shard_boxes(spec, size))) for (spec, size), count in cuts.items())
-
-
 def _copy_rate(reader: Reader, directory: Path) -> float | None:
     """Bytes per second that can be read from the source, written to `directory` and synced; None without files, or
-    room."""
+    room. Raises DiskProblem where no file can be made."""
     disk = shutil.disk_usage(directory)
     most = min(PROBE, max(0, disk.free) // 2) if disk.total else PROBE  # others may need the room meanwhile
     block, copied, start = bytearray(BUFFER), 0, time.perf_counter()
     try:
-        with _scratch_file(directory) as target:
+        scratch = tempfile.TemporaryFile(dir=directory)
+    except OSError as error:
+        if error.errno in _FULL:
+            return None
+        what = f"nothing can be written there: {error.strerror}"
+        raise DiskProblem(what, where=directory, do="Choose a destination that can be written to.") from error
+    try:
+        with scratch as target:
             for count in islice((count for file in reader.files for count in _read(file, block)), most // BUFFER):
                 copied += target.write(memoryview(block)[:count])
             target.flush()
@@ -89,16 +92,6 @@ def _copy_rate(reader: Reader, directory: Path) -> float | None:
             raise
         return None
     return copied / (time.perf_counter() - start) if copied else None
-
-
-def _scratch_file(directory: Path) -> IO[bytes]:
-    try:
-        return tempfile.TemporaryFile(dir=directory)
-    except OSError as error:
-        if error.errno in _FULL:
-            raise
-        what = f"nothing can be written there: {error.strerror}"
-        raise DiskProblem(what, where=directory, do="Choose a destination that can be written to.") from error
 
 
 def _read(file: Path, block: bytearray) -> Iterator[int]:
@@ -112,7 +105,7 @@ def _encode_seconds(plan: Plan) -> float:
     of the largest weight are encoded as the plan says."""
     elements: Counter[tuple[Element, bool]] = Counter()
     largest: dict[tuple[Element, bool], tuple[int, str, Job]] = {}
-    for job in (job for job in plan.jobs if job.codes):
+    for job in plan.jobs:
         for name, scales in job.codes.weights.items() if job.codes else ():
             spec = plan.targets[name]
             kind, count = (spec.element, scales.global_scale is not None), spec.rows * spec.columns

@@ -113,7 +113,15 @@ def open_journal(output: Output, digest: str, source: Fingerprints, *, ranks: in
         if not restart and lines and _token(output) == str(lines[0].get("id")).encode():
             journal._continue(lines[1:], length)
         else:
-            _begin(output, journal, header)
+            # a rank of an earlier run may have outlived its first one, and still write what that run planned
+            for share in output.partial.glob(f"{output.token.name}.*"):
+                with _locked(output, share):
+                    pass
+            output.begin()
+            file.truncate(0)
+            identity = uuid.uuid4().hex
+            journal._append({**header, "id": identity})
+            output.token.write_text(identity)  # so that a journal is only used with the directory it was begun with
         yield journal
 
 
@@ -191,22 +199,6 @@ def _check_ours(output: Output, text: str, lines: list[dict[str, Any]], header: 
         where=output.journal if text else output.partial,
         do="Run with --restart to discard it, or choose another destination.",
     )
-
-
-def _begin(output: Output, journal: Journal, header: Mapping[str, object]) -> None:
-    """Begin anew. The header contains the directory's token, so that a journal is only used with the directory that it
-    was begun with.
-
-    Raises OutputError if a rank of an earlier run has outlived its first one: it still writes what that run planned.
-    """
-    for share in output.partial.glob(f"{output.token.name}.*"):
-        with _locked(output, share):
-            pass
-    output.begin()
-    journal.file.truncate(0)
-    identity = uuid.uuid4().hex
-    journal._append({**header, "id": identity})
-    output.token.write_text(identity)
 
 
 def _token(output: Output) -> bytes | None:

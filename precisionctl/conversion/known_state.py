@@ -5,7 +5,7 @@ weights. Other state was recorded with other weights: it is carried along and no
 depend on all weights, state is valid for a model as a whole or not at all.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from pathlib import Path
@@ -71,16 +71,28 @@ def known_state(
         return KnownState()
     digest = weights_digest or digest_weights(reader)
     current = replace(own, of_weights=digest) if own and is_of_weights(own, digest, reader) else None
-    notes = tuple(_file_notes(file, given, current, digest)) if file and given else ()
-    if given and given.of_weights is None:  # the user says whose it is
-        given = replace(given, of_weights=digest)
+
+    notes = list[str]()
+    if given:
+        if given.of_weights is None:  # the user says whose it is
+            notes.append(f"{file} does not say with which weights its FP8 state was recorded; it is taken to be these.")
+            given = replace(given, of_weights=digest)
+        elif given.of_weights != digest:
+            notes.append(
+                f"WARNING: the FP8 state in {file} was recorded with other weights than these; it is used anyway. A "
+                "checkpoint that it is written to keeps that mark: later commands need --fp8-state again."
+            )
+        both = current.modules.keys() & given.modules.keys() if current else ()
+        instead = f", not the checkpoint's own ({origin(current)})" if current and both else ""
+        notes.append(f"The FP8 state of {counted(len(given.modules), 'module')} is taken from {file}{instead}.")
+
     usable = [states for states in (given, current) if states]
     recorded = next((states for states in reversed(usable) if states.of_gemms), None)
     if usable:  # the checkpoint's own recipe, if its state is usable, with histories long enough for all rows
         rows = max(each.recipe.amax_history_len for each in usable)
         new = recipe or replace(usable[-1].recipe, amax_history_len=rows)
         usable = [replace(each, recipe=new, modules=under_recipe(new, each)) for each in usable]
-    return KnownState(tuple(usable), own if current is None else None, recorded, notes, digest)
+    return KnownState(tuple(usable), own if current is None else None, recorded, tuple(notes), digest)
 
 
 def is_of_weights(states: Fp8States, digest: str, reader: Reader) -> bool:
@@ -115,16 +127,3 @@ def outdated_note(states: Fp8States, what: str) -> str:
     """`outdated_words` as a note: `what` happens to the state, and how to record it anew."""
     words = outdated_words(states)
     return f"{words[0].upper()}{words[1:]}: {what}. `precisionctl calibrate` records it anew."
-
-
-def _file_notes(file: Path, given: Fp8States, own: Fp8States | None, digest: str) -> Iterator[str]:
-    if given.of_weights is None:
-        yield f"{file} does not say with which weights its FP8 state was recorded; it is taken to be these."
-    elif given.of_weights != digest:
-        yield (
-            f"WARNING: the FP8 state in {file} was recorded with other weights than these; it is used anyway. A "
-            "checkpoint that it is written to keeps that mark: later commands need --fp8-state again."
-        )
-    both = own.modules.keys() & given.modules.keys() if own else ()
-    instead = f", not the checkpoint's own ({origin(own)})" if own and both else ""
-    yield f"The FP8 state of {counted(len(given.modules), 'module')} is taken from {file}{instead}."

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -166,7 +166,33 @@ def from_environment() -> Ranks:
     Raises EnvironmentProblem if the ranks cannot connect, and as `place_among_ranks`.
     """
     place = place_among_ranks()
-    return _meet(*place) if place else NO_OTHERS
+    if place is None:
+        return NO_OTHERS
+    from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, and not in the stubs
+
+    rank, count = place
+    host, port = os.environ.get("MASTER_ADDR") or _first_host(os.environ), _port(os.environ)
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun runs the store itself
+    connected: Future[Store] = Future()
+
+    def connect() -> None:
+        try:
+            store = TCPStore(host, port, count, is_master=rank == 0 and not hosted, timeout=_RENDEZVOUS)
+            connected.set_result(store)
+        except BaseException as error:
+            connected.set_exception(error)
+
+    # in a thread, so that a signal ends the wait: what waits outside Python heeds none
+    Thread(target=connect, daemon=True).start()
+    try:
+        store = connected.result()
+    except DistError as error:
+        raise EnvironmentProblem(
+            f"rank {rank} cannot reach the others at {host}:{port}: {error}",
+            do="Set MASTER_ADDR and MASTER_PORT to a host and port that every rank can reach.",
+        ) from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Ranks(rank, count, PrefixStore(f"precisionctl/{attempt}", store))
 
 
 def place_among_ranks() -> tuple[int, int] | None:
@@ -189,42 +215,6 @@ def number_in(environment: Mapping[str, str], name: str, default: int, *, most: 
         do = "The launcher (torchrun, Slurm) sets it: unset it to run without one, or set it right."
         raise EnvironmentProblem(f"the environment variable {name} is {text!r}, not {limit}", do=do)
     return number
-
-
-def _meet(rank: int, count: int) -> Ranks:
-    from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, and not in the stubs
-
-    host, port = os.environ.get("MASTER_ADDR") or _first_host(os.environ), _port(os.environ)
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun runs the store itself
-
-    def connect() -> Store:
-        return TCPStore(host, port, count, is_master=rank == 0 and not hosted, timeout=_RENDEZVOUS)
-
-    try:
-        store = _in_a_thread(connect)
-    except DistError as error:
-        raise EnvironmentProblem(
-            f"rank {rank} cannot reach the others at {host}:{port}: {error}",
-            do="Set MASTER_ADDR and MASTER_PORT to a host and port that every rank can reach.",
-        ) from error
-
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Ranks(rank, count, PrefixStore(f"precisionctl/{attempt}", store))
-
-
-def _in_a_thread(work: Callable[[], T]) -> T:
-    """What `work` returns or raises. It is done in a thread, so that a signal ends the wait for it: what waits outside
-    Python heeds none."""
-    result: Future[T] = Future()
-
-    def do() -> None:
-        try:
-            result.set_result(work())
-        except BaseException as error:
-            result.set_exception(error)
-
-    Thread(target=do, daemon=True).start()
-    return result.result()
 
 
 def _first_host(environment: Mapping[str, str]) -> str:

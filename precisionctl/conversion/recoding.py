@@ -55,9 +55,14 @@ def recodings(encodings: WeightEncodings, read: Mapping[str, TensorSpec], plan: 
                 before = _format(encodings.weights[name], encodings.scales[name], encodings.stored.specs)
                 after = _format(plan.targets[name], scales, plan.targets)
                 powers_of_2 = job.codes is not None and job.codes.scale_rounding == "powers of 2"
-                kind = _kind(before, after, powers_of_2)
-                if kind == "same" and encodings.merges(name) and not all(read[each].is_codes for each in job.reads):
-                    kind = "same values"
+                kind: RecodingKind = "rounded"
+                if before == after:
+                    merges = encodings.merges(name) and not all(read[each].is_codes for each in job.reads)
+                    kind = "same values" if merges else "same"
+                elif (before.name, after.name) == ("MXFP4", "MXFP8"):
+                    kind = "exact"
+                elif (before.name, after.name) == ("MXFP4", "FP8") and powers_of_2:
+                    kind = "in reach"
                 found[name] = Recoding(before.name, after.name, kind)
     return found
 
@@ -77,14 +82,6 @@ def _format(weight: TensorSpec, scales: Scales, stored: Mapping[str, TensorSpec]
     exponents = scales.block == (1, MXFP4_GROUP) and stored[scales.weight].dtype in EXPONENTS
     name = "MXFP8" if exponents and not weight.packing else weight.codes_name
     return _CodedAs(name, weight.element, scales.block, scales.global_divides, scales.zero_points is not None)
-
-
-def _kind(before: _CodedAs, after: _CodedAs, powers_of_2: bool) -> RecodingKind:
-    if before == after:
-        return "same"
-    if (before.name, after.name) == ("MXFP4", "MXFP8"):
-        return "exact"
-    return "in reach" if (before.name, after.name) == ("MXFP4", "FP8") and powers_of_2 else "rounded"
 
 
 def recoding_notes(encodings: WeightEncodings | None, read: Mapping[str, TensorSpec], plan: Plan) -> Iterator[str]:

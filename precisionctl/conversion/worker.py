@@ -322,11 +322,11 @@ class Checker(Worker):
         """Check a job. Returns the SHA-256 of each tensor's row-major bytes, by name. Raises DamagedCheckpoint for a
         difference."""
         self.do(job)
-        return {name: self._checksum(name) for name in job.outputs}
-
-    def _checksum(self, name: str) -> str:
-        spec, total = self._writer.specs[name], sha256()
-        row_bytes = spec.width * spec.dtype.itemsize
-        for row, rows in self._buffers.pieces(0, spec.rows, row_bytes):
-            total.update(read_bytes(self._writer, name, row, rows, self._buffers.to_copy(rows, row_bytes)).data)
-        return total.hexdigest()
+        checksums = {}
+        for name in job.outputs:
+            spec, total = self._writer.specs[name], sha256()
+            row_bytes = spec.width * spec.dtype.itemsize
+            for row, rows in self._buffers.pieces(0, spec.rows, row_bytes):
+                total.update(read_bytes(self._writer, name, row, rows, self._buffers.to_copy(rows, row_bytes)).data)
+            checksums[name] = total.hexdigest()
+        return checksums
