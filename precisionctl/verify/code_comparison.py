@@ -8,7 +8,7 @@ checkpoint has under other rows or columns than it stores codes of are compared 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -112,8 +112,13 @@ def _compare(name: str, a: _Coded, b: _Coded | None) -> CodesComparison:
         assert one is not None and other is not None, "one of them is codes"
         before, after = _codes(left, one), _codes(right, other)
         changed += one.element.differing(before, after) if one.element == other.element else spec.columns * rows
-        ratios += _ratios(*(each.scales(0, rows, spec.columns) for each in (one, other)))
-        idempotent &= all(_survive(each, each.encoding) for each in (left, right) if each.encoding is not None)
+        of_a, of_b = (each.scales(0, rows, spec.columns) for each in (one, other))
+        ratio = torch.where(of_a == of_b, 1.0, of_b / of_a).nan_to_num(math.inf, math.inf, -math.inf)
+        ratios += (float(ratio.min()), float(ratio.max()))
+        for side in (left, right):
+            if side.encoding is not None:
+                again = side.encoding.encode_rows(side.values.bfloat16(), 0)
+                idempotent &= torch.equal(again.view(torch.uint8), side.stored.view(torch.uint8))
         found.see(left, right)
     span = (min(ratios), max(ratios)) if ratios else (1.0, 1.0)  # there may be no rows
     return CodesComparison(name, spec.rows * spec.columns, changed, span, found.sqnr_db, idempotent)
@@ -121,15 +126,3 @@ def _compare(name: str, a: _Coded, b: _Coded | None) -> CodesComparison:
 
 def _codes(rows: StoredRows, how: Encoding) -> Tensor:
     return rows.stored if rows.encoding is not None else how.encode_rows(rows.stored, 0)
-
-
-def _survive(codes: StoredRows, how: Encoding) -> bool:
-    """Whether codes are the same after a way through BF16."""
-    again = how.encode_rows(codes.values.bfloat16(), 0)
-    return torch.equal(again.view(torch.uint8), codes.stored.view(torch.uint8))
-
-
-def _ratios(a: Tensor, b: Tensor) -> Iterator[float]:
-    """The smallest and the largest ratio of B's scales to A's."""
-    ratio = torch.where(a == b, 1.0, b / a).nan_to_num(math.inf, math.inf, -math.inf)
-    yield from (float(ratio.min()), float(ratio.max()))

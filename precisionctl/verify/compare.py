@@ -119,8 +119,18 @@ class _Side:
 
 
 def _side(reader: Reader, other: Reader) -> _Side:
-    plan = _plan(reader, other)
-    return _Side(reader, plan, _tensors(reader, other, plan), weight_encodings(reader))
+    """One side of a comparison with another checkpoint. Where one is mlx-lm's, matrices are as they are when they
+    become codes, and the other has what mlx-lm has. Of a wrapper with towers that are not compared, tensors are those
+    of its text model, as that calls them."""
+    of_mlx, others_of_mlx = (saved_by_mlx(side.files) for side in (reader, other))
+    without_towers = _without_towers(reader, other)
+    naming: Naming = "text alone" if without_towers else "as saved"
+    codes = names_as_codes(reader.model) if of_mlx or others_of_mlx else ()
+    plan = make_plan(reader, "hf", naming=naming, codes=codes)
+    if others_of_mlx:
+        plan = plan.of_jobs(mlx_has)
+    tensors = HfTensors(reader, plan.text_alone if without_towers else plan)
+    return _Side(reader, plan, tensors, weight_encodings(reader))
 
 
 def _compare_tensors(
@@ -147,22 +157,6 @@ def _compare_tensors(
             side: Status = "only in A" if towers.file == "A" else "only in B"
             tensors += [TensorComparison(name, side, dtype) for name, dtype in towers.others.items()]
     return tensors
-
-
-def _plan(reader: Reader, other: Reader) -> Plan:
-    """The plan of all tensors of one side. Where one is mlx-lm's, matrices are as they are when they become codes, and
-    the other has what mlx-lm has."""
-    of_mlx, others_of_mlx = (saved_by_mlx(side.files) for side in (reader, other))
-    naming: Naming = "text alone" if _without_towers(reader, other) else "as saved"
-    codes = names_as_codes(reader.model) if of_mlx or others_of_mlx else ()
-    plan = make_plan(reader, "hf", naming=naming, codes=codes)
-    return plan.of_jobs(mlx_has) if others_of_mlx else plan
-
-
-def _tensors(reader: Reader, other: Reader, plan: Plan) -> HfTensors:
-    """The tensors of one side; of a wrapper with towers that are not compared those of its text model, as that calls
-    them."""
-    return HfTensors(reader, plan.text_alone if _without_towers(reader, other) else plan)
 
 
 def _without_towers(reader: Reader, other: Reader) -> bool:

@@ -57,7 +57,10 @@ class FixedScales:
                 found[f"zero point beside the {name}"] = torch.tensor([zero])
         for name in self.encodings.stored.specs:
             if name.endswith(CACHE_SCALES):
-                found[_of_cache(name)] = read_tensor(self.encodings.stored, name).float().reshape(-1)
+                # k_scale and v_scale, which tools put at different places below an attention module, have one name
+                attention = attention_and_kind(name)
+                common = f"{attention[1]} scale of {attention[0]}" if attention else name
+                found[common] = read_tensor(self.encodings.stored, name).float().reshape(-1)
         return found
 
     @cached_property
@@ -114,8 +117,11 @@ def compare_fixed_scales(a: FixedScales, b: FixedScales) -> Found:
         left, right = a.stored.get(name), b.stored.get(name)
         if left is not None and right is not None:
             recorded = not alike and _from_state(name, coded, values)
-            same = _same(left, right, a.in_bf16, b.in_bf16)
-            if not (same and _are_same_as_stored(name, a, b)) and not recorded:
+            # two that are computed must also be the same as they are stored, if that is in one form
+            one, another = a.divisor_or_not(name), b.divisor_or_not(name)
+            as_stored = one is None or another is None or one[0] != another[0] or one[1] == another[1]
+            same = _same(left, right, a.in_bf16, b.in_bf16) and as_stored
+            if not same and not recorded:
                 lines.append(f"{name} is {_shown(left)} in A, {_shown(right)} in B")
             continue
         side, other = ("B", "A") if left is None else ("A", "B")
@@ -130,19 +136,6 @@ def compare_fixed_scales(a: FixedScales, b: FixedScales) -> Found:
             lines.append(f"{name} is {_shown(scale)} in {side}; {made}")
     lines += [f"only {side} has the {listed(names, _SHOWN)}" for side, names in missing.items()]
     return lines, [NotCompared("fixed scales", listed(unknown, _SHOWN))] if unknown else []
-
-
-def _are_same_as_stored(name: str, a: FixedScales, b: FixedScales) -> bool:
-    """Whether two scales that are computed are also the same as they are stored, if that is in one form."""
-    one, other = a.divisor_or_not(name), b.divisor_or_not(name)
-    return one is None or other is None or one[0] != other[0] or one[1] == other[1]
-
-
-def _of_cache(name: str) -> str:
-    """A common name for k_scale and v_scale, which tools put at different places below an attention module; other names
-    stay as they are."""
-    found = attention_and_kind(name)
-    return f"{found[1]} scale of {found[0]}" if found else name
 
 
 def _same(left: Tensor, right: Tensor, left_in_bf16: bool, right_in_bf16: bool) -> bool:

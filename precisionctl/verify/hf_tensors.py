@@ -182,14 +182,12 @@ class HfTensors:
         """Whether a tensor has no bytes of its own: it is computed, or its rows are stored in several dtypes or number
         formats."""
         if name not in self._mixed:
-            self._mixed[name] = name in self._computed or len(set(self._kinds(name))) > 1
+            kinds = set[tuple[DType, Element | None]]()  # the element where rows are codes
+            for segment in self._segments[name]:
+                spec = self.specs[name] if segment.read is None else self.reader.specs[segment.read]
+                kinds.add((spec.dtype, spec.element if segment.read in self.reader.encodings else None))
+            self._mixed[name] = name in self._computed or len(kinds) > 1
         return self._mixed[name]
-
-    def _kinds(self, name: str) -> Iterator[tuple[DType, Element | None]]:
-        """What each part of a tensor's rows is stored as, with the element where they are codes."""
-        for segment in self._segments[name]:
-            spec = self.specs[name] if segment.read is None else self.reader.specs[segment.read]
-            yield spec.dtype, spec.element if segment.read in self.reader.encodings else None
 
     def _reads(self, name: str) -> Sequence[str]:
         """The names of what a tensor is made of in the checkpoint."""

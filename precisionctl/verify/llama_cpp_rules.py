@@ -1,8 +1,6 @@
 """A GGUF file held against what llama.cpp asks of one, beyond what reading it here has checked: that it computes such a
 model, that there is a tokenizer of the model's size, and that the towers beside it are its own."""
 
-from collections.abc import Iterator
-
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.gguf.families import of_llama_cpp
 from precisionctl.checkpoints.gguf.head import ArrayLength
@@ -29,23 +27,21 @@ def check_llama_cpp(reader: Reader) -> list[Finding]:
     if not isinstance(reader, GgufReader):
         do = "`export-inference --target llama.cpp` makes one of this."
         raise UnknownFormat(f"{reader.container}, and no GGUF file", where=reader.path or "", do=do)
-    towers = (finding for path in reader.mmproj for finding in check_mmproj(reader, path))
-    return [*_model(reader), *_tokenizer(reader), *towers]
-
-
-def _model(reader: GgufReader) -> Iterator[Finding]:
+    found: list[Finding] = []
     try:
         of_llama_cpp(reader.model)
     except UnknownArchitecture as error:
-        yield Finding("general.architecture", error.what, _MODEL)
+        found.append(Finding("general.architecture", error.what, _MODEL))
 
-
-def _tokenizer(reader: GgufReader) -> Iterator[Finding]:
     said = reader.metadata
     model, tokens, pre = (said.get(f"tokenizer.ggml.{key}") for key in ("model", "tokens", "pre"))
     number = tokens.length if isinstance(tokens, ArrayLength) else len(tokens) if isinstance(tokens, list) else 0
     if not isinstance(model, str) or number != reader.model.vocab_size:
         what = f"{number} tokens of {shown(model)}, and {reader.model.vocab_size} rows"
-        yield Finding("tokenizer.ggml.tokens", what, _TOKENIZER)
+        found.append(Finding("tokenizer.ggml.tokens", what, _TOKENIZER))
     if model == "gpt2" and (not isinstance(pre, str) or pre not in NAMES):
-        yield Finding("tokenizer.ggml.pre", f"{shown(pre)}, of which nothing is known here", _SPLIT)
+        found.append(Finding("tokenizer.ggml.pre", f"{shown(pre)}, of which nothing is known here", _SPLIT))
+
+    for path in reader.mmproj:
+        found += check_mmproj(reader, path)
+    return found

@@ -63,13 +63,19 @@ class Losses:
         self.largest_error = max(self.largest_error, float(error.max()))
         self.largest = max(self.largest, float(numerics.amax(values)))
         power, noise = (self._by_block(each) for each in (values.square(), error.square_()))
+        zeros = decoded.numpy() == 0  # NumPy counts several times as fast as PyTorch
+        if self.packed:  # only the largest code can be exceeded by half of its number
+            saturated = int(((values.abs() > 1.5 * decoded.abs()) & (decoded != 0)).sum())
+        else:
+            saturated = _beyond(codes, values, decoded)
         self.total += Loss(
             elements=values.numel(),
-            underflows=_became_zero(values, decoded),
-            saturated=_far_beyond(values, decoded) if self.packed else _beyond(codes, values, decoded),
+            underflows=int(np.count_nonzero(values.numpy()[zeros])) if zeros.any() else 0,
+            saturated=saturated,
             power=float(power.sum()),
             error=float(noise.sum()),
         )
+
         sums = torch.stack([power, noise])
         high = min(self.block[0], self.rows)
         if high > 1:
@@ -80,20 +86,18 @@ class Losses:
         end = row + len(values)
         whole = end % high == 0 or end == self.rows
         self._open = None if whole else sums[:, -1].clone()
-        self._judge(sums if whole else sums[:, :-1])
+
+        signal, noise = sums if whole else sums[:, :-1]
+        elements = high * min(self.block[1], self.columns)
+        counts = (signal > elements * NEGLIGIBLE**2) & signal.isfinite()
+        self.lost += int((counts & (noise > signal * 10 ** (-LOWEST_DB / 10))).sum())
+        self.blocks += signal.numel()
 
     def _by_block(self, each: Tensor) -> Tensor:
         """Sums over the columns of a block, FP64 `[n, blocks]`."""
         wide = min(self.block[1], self.columns)
         padded = torch.nn.functional.pad(each, (0, -self.columns % wide)) if self.columns % wide else each
         return padded.view(len(each), -1, wide).sum(2).double()
-
-    def _judge(self, sums: Tensor) -> None:
-        signal, noise = sums
-        elements = min(self.block[0], self.rows) * min(self.block[1], self.columns)
-        counts = (signal > elements * NEGLIGIBLE**2) & signal.isfinite()
-        self.lost += int((counts & (noise > signal * 10 ** (-LOWEST_DB / 10))).sum())
-        self.blocks += signal.numel()
 
     @property
     def why(self) -> str:
@@ -119,21 +123,9 @@ class Losses:
         return f"{zero:.1%} of values became zero, {beyond:.1%} were beyond the largest code"
 
 
-def _became_zero(values: Tensor, decoded: Tensor) -> int:
-    """The number of nonzero values that are zero after decoding."""
-    zeros = decoded.numpy() == 0  # NumPy counts several times as fast as PyTorch
-    return int(np.count_nonzero(values.numpy()[zeros])) if zeros.any() else 0
-
-
 def _beyond(codes: Tensor, values: Tensor, decoded: Tensor) -> int:
     """The number of values that were too large for FP8: more than 1/28 (16/448) above the largest code, halfway to the
     next code if there were one."""
     largest = int(torch.tensor(numerics.largest_code(codes.dtype)).to(codes.dtype).view(torch.uint8))
     at = torch.from_numpy(np.flatnonzero((codes.reshape(-1).view(torch.uint8).numpy() & 0x7F) == largest))
     return int((values.view(-1)[at].abs() > decoded.view(-1)[at].abs() * (29 / 28)).sum())
-
-
-def _far_beyond(values: Tensor, decoded: Tensor) -> int:
-    """The same for packed codes: the number of values that exceed their code's number by half, as only the largest
-    code can be so far off."""
-    return int(((values.abs() > 1.5 * decoded.abs()) & (decoded != 0)).sum())

@@ -1,7 +1,5 @@
 """A directory held against what mlx-lm asks of one, beyond what reading it here has checked."""
 
-from collections.abc import Iterator
-
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.hf_directory.companions import is_tokenizer
 from precisionctl.checkpoints.mlx.mlx_models import check_loaded, other_words
@@ -20,16 +18,14 @@ def check_mlx(reader: Reader) -> list[Finding]:
     if not saved_by_mlx(reader.files):
         do = "`export-inference --target mlx` makes one of this."
         raise UnknownFormat(f"{reader.container}, and no directory of mlx-lm", where=reader.path or "", do=do)
-    return list(_findings(reader))
-
-
-def _findings(reader: Reader) -> Iterator[Finding]:
+    found: list[Finding] = []
     try:
         check_loaded(reader.model)
     except UnknownArchitecture as error:
-        yield Finding("model_type", error.what, _MODEL)
+        found.append(Finding("model_type", error.what, _MODEL))
     content = reader.own_companions.files.get("config.json")
     for key, (said, wanted) in other_words(parse_json(content, "config.json") if content else {}, reader.model).items():
-        yield Finding(f"config.json, {key}", f"{shown(said)}, and of this model {shown(wanted)}", _WORDS)
+        found.append(Finding(f"config.json, {key}", f"{shown(said)}, and of this model {shown(wanted)}", _WORDS))
     if not any(map(is_tokenizer, reader.companions.files)):
-        yield Finding("tokenizer", "none is there", _TOKENIZER)
+        found.append(Finding("tokenizer", "none is there", _TOKENIZER))
+    return found

@@ -119,6 +119,7 @@ def _tower(head: GgufHead, modality: str, reader: GgufReader) -> Iterator[tuple[
         name = f"clip.{modality}.{key}"
         if (found := head.types.get(name, "not there")) != kind:
             yield name, f"{found}, not {kind}", _KEYS
+
     of_all, own = "clip.projector_type", f"clip.{modality}.projector_type"
     where = of_all if said.get(of_all) else own
     named = said.get(where)
@@ -127,34 +128,28 @@ def _tower(head: GgufHead, modality: str, reader: GgufReader) -> Iterator[tuple[
         yield where, f"{shown(named)}, where a graph is named", _KEYS
     elif projector is None:
         yield where, f"{shown(named)}, of which nothing is known here", _UNKNOWN
+
     layers = said.get(f"clip.{modality}.block_count")
     if type(layers) is not int or layers > len(head.tensors):
         yield f"clip.{modality}.block_count", f"{shown(layers)}, beside {len(head.tensors)} tensors", _GRAPH
     else:
-        missing = [*_missing_in_layers(head, modality, layers)]
-        missing += [name for name in (projector.tensors if projector else ()) if name not in head.tensors]
-        if missing:
+        wanted: list[str] = []
+        for layer in range(layers):
+            block = f"{modality[0]}.blk.{layer}"
+            joined, apart = ([f"{block}.{name}" for name in names] for names in _QUERIES_KEYS_VALUES)
+            wanted += joined if joined[0] in head.tensors else apart
+            wanted += (f"{block}.{name}" for name in _IN_LAYERS)
+        wanted += projector.tensors if projector else ()
+        if missing := [name for name in wanted if name not in head.tensors]:
             yield missing[0], f"not there: {listed(missing)}", _GRAPH
+
+    # results must be as wide as hidden states, and as many as the text model adds in its layers
     if projector and projector.last in head.tensors:
-        yield from _width(head, projector, reader)
-
-
-def _missing_in_layers(head: GgufHead, modality: str, layers: int) -> Iterator[str]:
-    for layer in range(layers):
-        block = f"{modality[0]}.blk.{layer}"
-        joined, apart = ([f"{block}.{name}" for name in names] for names in _QUERIES_KEYS_VALUES)
-        attention = joined if joined[0] in head.tensors else apart
-        yield from (name for name in attention if name not in head.tensors)
-        yield from (name for each in _IN_LAYERS if (name := f"{block}.{each}") not in head.tensors)
-
-
-def _width(head: GgufHead, projector: _Projector, reader: GgufReader) -> Iterator[tuple[str, str, EngineRule]]:
-    """Whether a tower's results are as wide as hidden states, and as many as the text model adds in its layers."""
-    shape, hidden = head.tensors[projector.last].shape, reader.model.hidden_size
-    if len(shape) <= projector.dimension or shape[projector.dimension] != hidden:
-        yield projector.last, f"{list(shape)}, beside hidden states of {hidden} in the text model", _WIDTH
-    architecture = reader.metadata.get("general.architecture")
-    layers = reader.metadata.get(f"{architecture}.n_deepstack_layers", 0)
-    deep = sum(name.startswith("v.deepstack.") and name.endswith(".fc1.weight") for name in head.tensors)
-    if layers != deep:
-        yield "v.deepstack", f"of {deep} layers, and the text model takes those of {shown(layers)}", _WIDTH
+        shape, hidden = head.tensors[projector.last].shape, reader.model.hidden_size
+        if len(shape) <= projector.dimension or shape[projector.dimension] != hidden:
+            yield projector.last, f"{list(shape)}, beside hidden states of {hidden} in the text model", _WIDTH
+        architecture = reader.metadata.get("general.architecture")
+        taken = reader.metadata.get(f"{architecture}.n_deepstack_layers", 0)
+        deep = sum(name.startswith("v.deepstack.") and name.endswith(".fc1.weight") for name in head.tensors)
+        if taken != deep:
+            yield "v.deepstack", f"of {deep} layers, and the text model takes those of {shown(taken)}", _WIDTH

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from precisionctl.fp8.state import Fp8State, Fp8States
+from precisionctl.fp8.state import Fp8States
 from precisionctl.torch_when_used import torch
 from precisionctl.verify.not_compared import NotCompared, of_keys
 
@@ -20,7 +20,11 @@ def compare_states(
     """A line for each difference of FP8 state, None where nothing is compared, and what is left out; `one_sided` says
     that state which only one side has is a difference."""
     if a and b:
-        return tuple(_state_differences(a, b)), of_keys("recording", _recorded_otherwise(a, b))
+        recorded = [word for word in ("producer", "iteration") if getattr(a, word) != getattr(b, word)]
+        kinds = [(a.statistics.get(name, {}).keys(), b.statistics.get(name, {}).keys()) for name in a.modules]
+        if lone := sum(len(mine ^ others) for mine, others in kinds):
+            recorded.append(f"{lone} statistics")
+        return tuple(_state_differences(a, b)), of_keys("recording", recorded)
     if a is b:
         return None, []
     having, lacking = ("A", "B") if a else ("B", "A")
@@ -44,7 +48,15 @@ def _state_differences(a: Fp8States, b: Fp8States) -> Iterator[str]:
     for name in sorted(a.modules.keys() ^ b.modules.keys()):
         yield f"{name}: only in {'A' if name in a.modules else 'B'}"
     for name in sorted(a.modules.keys() & b.modules.keys()):
-        yield from _module_differences(name, a.modules[name], b.modules[name])
+        of_a, of_b = a.modules[name].roles, b.modules[name].roles
+        for role in sorted(of_a.keys() | of_b.keys()):
+            one, other = of_a.get(role), of_b.get(role)
+            if one is None or other is None:
+                yield f"{name} {role}: only in {'A' if other is None else 'B'}"
+            elif not _same_bits(one.scale, other.scale):
+                yield f"{name} {role}: scale is {one.scale.tolist()} and {other.scale.tolist()}"
+            elif not _same_bits(one.amax_history, other.amax_history):
+                yield f"{name} {role}: the amax histories differ"
     for name in sorted(a.raw.keys() | b.raw.keys()):
         if name not in a.raw or name not in b.raw or not _same_bits(a.raw[name], b.raw[name]):
             yield f"{name}: payloads that were not understood differ"
@@ -53,21 +65,3 @@ def _state_differences(a: Fp8States, b: Fp8States) -> Iterator[str]:
         for role in sorted(measured.keys() & others.keys()):
             if measured[role].as_row() != others[role].as_row():
                 yield f"{name} {role}: the statistics differ"
-
-
-def _recorded_otherwise(a: Fp8States, b: Fp8States) -> Iterator[str]:
-    yield from (word for word in ("producer", "iteration") if getattr(a, word) != getattr(b, word))
-    one_sided = sum(len(a.statistics.get(name, {}).keys() ^ b.statistics.get(name, {}).keys()) for name in a.modules)
-    if one_sided:
-        yield f"{one_sided} statistics"
-
-
-def _module_differences(name: str, a: Fp8State, b: Fp8State) -> Iterator[str]:
-    for role in sorted(a.roles.keys() | b.roles.keys()):
-        left, right = a.roles.get(role), b.roles.get(role)
-        if left is None or right is None:
-            yield f"{name} {role}: only in {'A' if right is None else 'B'}"
-        elif not _same_bits(left.scale, right.scale):
-            yield f"{name} {role}: scale is {left.scale.tolist()} and {right.scale.tolist()}"
-        elif not _same_bits(left.amax_history, right.amax_history):
-            yield f"{name} {role}: the amax histories differ"

@@ -4,7 +4,7 @@ transformers' class has a module for each GEMM with state is no question of the 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import in_pieces, read_rows
@@ -65,32 +65,31 @@ def check_te(reader: Reader, planned: Callable[[], Plan | Finding]) -> list[Find
     if states is None:
         return [Finding(str(sidecar.LIVE), "not there", _FILE)]
     plan = planned()
-    return [*_of_state(states, plan.gemms), *_of_modules(states, plan, reader)] if isinstance(plan, Plan) else []
+    if not isinstance(plan, Plan):
+        return []
 
-
-def _of_state(states: Fp8States, gemms: Mapping[str, tuple[int, ...]]) -> Iterator[Finding]:
-    """State that is no GEMM's, whose scales are not of its GEMM's shape (`gemms`, by name), or that knows no input."""
+    found: list[Finding] = []
+    gemms = plan.gemms
     for name, state in states.modules.items():
         if name not in gemms:
-            yield Finding(name, "state of no GEMM of the model", _MODULES)
+            found.append(Finding(name, "state of no GEMM of the model", _MODULES))
         elif any(part.scale.shape != gemms[name] for part in state.roles.values()):
-            yield Finding(name, f"scales of shape {list(state.shape)}, not {list(gemms[name])}", _MODULES)
+            found.append(Finding(name, f"scales of shape {list(state.shape)}, not {list(gemms[name])}", _MODULES))
         elif not bool((delayed_scaling.recorded_amax(state.roles["input"], "input", states.recipe) > 0).all()):
-            yield Finding(name, "an input that was never recorded", _RECORDED)
+            found.append(Finding(name, "an input that was never recorded", _RECORDED))
 
-
-def _of_modules(states: Fp8States, plan: Plan, reader: Reader) -> Iterator[Finding]:
-    """Weights that an FP8 GEMM cannot take, or that are larger than their scale is for."""
     for job in plan.jobs:
-        state = states.modules.get(job.module) if job.row.gemm else None
-        if state is None or state.roles["weight"].scale.shape != plan.gemms[job.module]:
+        of_job = states.modules.get(job.module) if job.row.gemm else None
+        if of_job is None or of_job.roles["weight"].scale.shape != gemms[job.module]:
             continue
         for name in job.reads:
             shape = reader.specs[name].shape
             if gemm_misfit(shape):
-                yield Finding(name, f"shape {list(shape)}", _ALIGNED)
-            elif (over := _beyond(name, job, state, states, reader)) > 1 + 2**-20:  # the scale is a rounded quotient
-                yield Finding(name, f"values up to {over:.4g} times the largest that its scale is for", _FITTING)
+                found.append(Finding(name, f"shape {list(shape)}", _ALIGNED))
+            elif (over := _beyond(name, job, of_job, states, reader)) > 1 + 2**-20:  # the scale is a rounded quotient
+                what = f"values up to {over:.4g} times the largest that its scale is for"
+                found.append(Finding(name, what, _FITTING))
+    return found
 
 
 def _beyond(name: str, job: Job, state: Fp8State, states: Fp8States, reader: Reader) -> float:

@@ -93,22 +93,19 @@ def _compare_tensor(name: str, a: HfTensors, b: HfTensors) -> TensorComparison:
     if all(left.same_bytes(right) for left, right in _pieces(name, a, b)):  # which takes no PyTorch
         return TensorComparison(name, "exact", dtypes, math.inf, 0.0, 0)
     with one_torch_thread():
-        return _compare_values(name, a, b, dtypes)
+        verdicts = {_verdict(left, right) for left, right in _pieces(name, a, b)}
+        worst: Status = next((status for status in _WORST_FIRST if status in verdicts), "exact")  # there may be no rows
+        if worst == "exact":
+            return TensorComparison(name, worst, dtypes, math.inf, 0.0, 0)
+        if worst in ("differs", "rounded"):
+            return _measured(name, worst, dtypes, _pieces(name, a, b))
+        losses, error = _losses(name, a, b)
+        status: Status = "lost" if losses.why else worst
+        return TensorComparison(name, status, dtypes, *error, remark=losses.why or losses.remark)
 
 
 def _of_two_shapes(name: str, dtypes: str, of_a: Sequence[int], of_b: Sequence[int]) -> TensorComparison:
     return TensorComparison(name, "shape", dtypes, shapes=f"{list(of_a)} / {list(of_b)}")
-
-
-def _compare_values(name: str, a: HfTensors, b: HfTensors, dtypes: str) -> TensorComparison:
-    verdicts = {_verdict(left, right) for left, right in _pieces(name, a, b)}
-    worst: Status = next((status for status in _WORST_FIRST if status in verdicts), "exact")  # there may be no rows
-    if worst == "exact":
-        return TensorComparison(name, worst, dtypes, math.inf, 0.0, 0)
-    if worst in ("differs", "rounded"):
-        return _measured(name, worst, dtypes, _pieces(name, a, b))
-    losses, error = _losses(name, a, b)
-    return TensorComparison(name, "lost" if losses.why else worst, dtypes, *error, remark=losses.why or losses.remark)
 
 
 def _measured(
