@@ -158,7 +158,7 @@ def _in_words(name: str, values: Sequence[object]) -> list[str]:
     """Values of a setting as cells; digests as letters, of which the same ones mean the same."""
     if name in ("source", "data"):
         known = dict.fromkeys(str(value) for value in values if value is not None)
-        letters = {value: chr(ord("A") + number % 26) for number, value in enumerate(known)}
+        letters = {value: f"{chr(ord('A') + number % 26)}{number // 26 or ''}" for number, value in enumerate(known)}
         return ["-" if value is None else letters[str(value)] for value in values]
     return ["-" if value is None else str(value) for value in values]
 

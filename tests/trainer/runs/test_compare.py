@@ -87,6 +87,14 @@ def test_settings_that_differ_are_shown_beside_the_curves(tmp_path):
     assert shown.tables()[-1].rows == [("data", "A", "B", "-"), ("optimizer.lr", "1e-05", "2e-05", "-")]
 
 
+def test_no_two_of_many_sources_have_the_same_letters():
+    digests = [f"{number:x}" for number in range(60)]
+    (row,) = RunComparison([curve({1: 2.0})], [], settings={"source": [*digests, "0", None]}).differences().rows
+    name, *letters = row
+    assert (name, letters[:2], letters[60:]) == ("source", ["A", "B"], ["A", "-"])
+    assert len({*letters[:60]}) == 60
+
+
 def test_a_run_that_is_where_we_are_has_its_folder_s_name(tmp_path, monkeypatch):
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
