@@ -67,7 +67,9 @@ def show_tables(tables: Sequence[Table]) -> None:
     """Print a report's tables on stdout; in a file or a pipe without blanks at the ends of lines."""
     with on_stdout():
         for table in tables:
-            drawn = _draw(_plain(table))
+            # texts of one line each, none of them without end
+            title, *columns = (one_line(brief(text)) for text in (table.title, *table.columns))
+            drawn = _draw(Table(title, columns, [[one_line(brief(cell)) for cell in row] for row in table.rows]))
             if _out.is_terminal:
                 _out.print(drawn)
                 continue
@@ -87,12 +89,6 @@ def note(line: str) -> None:
     _err.print(one_line(brief(line)), soft_wrap=True, markup=False)
 
 
-def _plain(table: Table) -> Table:
-    """A table whose texts are one line each, none of them without end."""
-    title, *columns = (one_line(brief(text)) for text in (table.title, *table.columns))
-    return Table(title, columns, [[one_line(brief(cell)) for cell in row] for row in table.rows])
-
-
 _FOLDED = 12
 """Columns in which a name can still be read, folded."""
 
@@ -103,8 +99,9 @@ def _draw(table: Table) -> RichTable:
     need."""
     room = _out.width - 3 * len(table.columns) - 1
     if any(table.columns) and sum(_least(table)) > room:
-        if _out.is_terminal:
-            return _draw(_as_lists(table))
+        if _out.is_terminal:  # two columns without heads, with a pair of head and cell for each cell of each row
+            pairs = [[*zip(table.columns, row, strict=True), ("", "")] for row in table.rows]
+            return _draw(Table(table.title, ("", ""), [pair for each in pairs for pair in each][:-1]))
         room = sum(_least(table))
     title = Text(table.title)  # as Text, because a path may look like Rich's markup
     drawn = RichTable(
@@ -144,13 +141,6 @@ def _widths(table: Table, room: int) -> list[int]:
             others = max((widths[at] for at in wide if at != widest), default=0)
             widths[widest] = max(widths[widest] - beyond, min(others, widths[widest] - 1), floors[widest])
     return widths
-
-
-def _as_lists(table: Table) -> Table:
-    """A table as lists, for a narrow terminal: two columns without heads, with a pair of head and cell for each cell of
-    each row."""
-    lists = [[pair for pair in zip(table.columns, row, strict=True)] for row in table.rows]
-    return Table(table.title, ("", ""), [pair for each in lists for pair in [*each, ("", "")]][:-1])
 
 
 def show_error(error: PrecisionctlError) -> None:
@@ -247,8 +237,12 @@ class RunView:
             title = Text(one_line(self._title))
             panel = Panel(_draw_run(self._so_far, self._steps), title=title, title_align="left")
             self._live.update(panel, refresh=True)
-        else:
-            _log_line(step, self._steps)
+        elif step.step % LOG_EVERY == 0 or step.step in (1, self._steps):
+            held_out = "" if step.held_out_loss is None else f"  held out {step.held_out_loss:.4f}"
+            rate = f"{step.tokens_per_second:,.0f} tokens/s"
+            compute = f"  {_compute(step.cost)}" if step.cost else ""
+            line = f"step {step.step}/{self._steps}  loss {step.loss:.4f}{held_out}  lr {step.lr:.2e}  {rate}{compute}"
+            _err.print(line, soft_wrap=True)
 
     def say(self, line: str) -> None:
         """Print a line that stays on the screen."""
@@ -257,17 +251,6 @@ class RunView:
 
 LOG_EVERY = 10
 """Steps between two lines if stderr is not a terminal."""
-
-
-def _log_line(step: "StepMetrics", steps: int) -> None:
-    if step.step % LOG_EVERY and step.step not in (1, steps):
-        return
-    held_out = "" if step.held_out_loss is None else f"  held out {step.held_out_loss:.4f}"
-    rate = f"{step.tokens_per_second:,.0f} tokens/s"
-    compute = f"  {_compute(step.cost)}" if step.cost else ""
-    _err.print(
-        f"step {step.step}/{steps}  loss {step.loss:.4f}{held_out}  lr {step.lr:.2e}  {rate}{compute}", soft_wrap=True
-    )
 
 
 _LETTERS = 40
@@ -339,7 +322,8 @@ def _draw_run(so_far: _RunSoFar, steps: int) -> Group:
     numbers.add_row("tokens", f"{last.tokens:,}, {last.tokens_per_second:,.0f} a second")
     if last.cost:
         numbers.add_row("compute", _compute(last.cost))
-        numbers.add_row("memory", _memory(last.cost))
+        host, gpu = f"{size(last.cost.host_bytes)} of the host", last.cost.gpu_bytes
+        numbers.add_row("memory", host if gpu is None else f"{size(gpu)} of the GPU, {host}")
         if last.cost.fp8_clipped is not None and last.cost.fp8_underflow is not None:
             clipped, underflow = f"{last.cost.fp8_clipped:.1%}", f"{last.cost.fp8_underflow:.1%}"
             numbers.add_row("FP8", f"{clipped} of modules clipped, {underflow} underflowed")
@@ -349,11 +333,6 @@ def _draw_run(so_far: _RunSoFar, steps: int) -> Group:
 def _compute(cost: "StepCost") -> str:
     rate = f"{cost.tflops:.4g} TFLOP/s"
     return rate if cost.mfu_bf16 is None else f"{rate}, {cost.mfu_bf16:.1%} of the BF16 peak"
-
-
-def _memory(cost: "StepCost") -> str:
-    host = f"{size(cost.host_bytes)} of the host"
-    return host if cost.gpu_bytes is None else f"{size(cost.gpu_bytes)} of the GPU, {host}"
 
 
 def _sparkline(losses: Sequence[float]) -> str:

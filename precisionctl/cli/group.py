@@ -199,7 +199,11 @@ class Commands(click.Group):
         self.params += general_options()
 
     def main(self, *arguments: Any, **options: Any) -> Any:
-        _replace_closed_streams()
+        # in place of standard streams that the shell closed (`>&-`): their file descriptors are free, so the next file
+        # that is opened would get one of them, and with it all that is printed
+        for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+            if getattr(sys, name) is None:
+                setattr(sys, name, open(os.devnull, mode))
         return super().main(*arguments, **options)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -224,7 +228,12 @@ def _errors_shown(ctx: click.Context) -> Iterator[None]:
     except (click.ClickException, click.exceptions.Exit, click.Abort):
         raise  # click handles these itself
     except BrokenPipeError:  # `| head` has read enough
-        _print_nowhere()
+        # what is still to be printed goes to /dev/null: at the end Python would try once more, and complain
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # one that is no file, as in tests
+                os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
         ctx.exit(UNREAD)
     except KeyboardInterrupt as stop:
         say_stopped(NOT_BEGUN, kept=False, by=stop)
@@ -241,15 +250,6 @@ def _errors_shown(ctx: click.Context) -> Iterator[None]:
             with suppress(OSError, SystemProblem):  # a full device behind stdout may be the error
                 print_json({"error": {"kind": kind, "what": ours.what, "where": ours.where, "do": ours.do}})
         ctx.exit(2 if isinstance(ours, RecipeError) else 1)
-
-
-def _print_nowhere() -> None:
-    """Send what is still to be printed to /dev/null: at the end Python would try once more, and complain."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # one that is no file, as in tests
-            os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
 
 
 @contextmanager
@@ -335,14 +335,6 @@ def unexpected(error: Exception) -> PrecisionctlError:
         do="This is a bug of this program. Please report it as an issue, with the command and the traceback that "
         "`precisionctl --debug ...` shows.",
     )
-
-
-def _replace_closed_streams() -> None:
-    """Replace standard streams that the shell closed (`>&-`) by /dev/null. Their file descriptors are free, so the next
-    file that is opened would get one of them, and with it all that is printed."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))
 
 
 def print_json(result: Mapping[str, Any]) -> None:

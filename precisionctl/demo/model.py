@@ -1,6 +1,5 @@
 """A Hugging Face checkpoint for the demo: a tokenizer trained on its text, and a small random Llama."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -53,12 +52,8 @@ def _train_tokenizer(text: Path) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_samples(text), trainer)
+    files = sorted(text.iterdir())[:TOKENIZER_FILES]
+    tokenizer.train_from_iterator((file.read_text(encoding="utf-8") for file in files), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END, pad_token=END, chat_template=CHAT_TEMPLATE
     )
-
-
-def _samples(text: Path) -> Iterator[str]:
-    for file in sorted(text.iterdir())[:TOKENIZER_FILES]:
-        yield file.read_text(encoding="utf-8")

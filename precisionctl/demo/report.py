@@ -88,15 +88,11 @@ def _gaps(runs: Sequence[Mapping[str, Any]]) -> list[TableRow]:
 
 def _early(folder: Path) -> TableRow:
     bf16 = Curve("bf16", _curve(folder, "bf16"))
-    seeded, cold = (_worst_early(folder, run, bf16) for run in ("fp8", "fp8-cold"))
+    gaps = (Curve(run, _curve(folder, run)).against(bf16).values() for run in ("fp8", "fp8-cold"))
+    seeded, cold = (max(list(each)[:EARLY_STEPS], key=abs) for each in gaps)
     what = f"Worst gap in the first {EARLY_STEPS} steps of FP8: seeded, and from a cold start"
     measured = f"{percent(seeded)}, {percent(cold)}"
     return what, measured, "half of cold", _verdict(abs(seeded) <= abs(cold) / 2)
-
-
-def _worst_early(folder: Path, run: str, bf16: Curve) -> float:
-    early = list(Curve(run, _curve(folder, run)).against(bf16).values())[:EARLY_STEPS]
-    return max(early, key=abs)
 
 
 def _decrease(folder: Path) -> TableRow:

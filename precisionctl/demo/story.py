@@ -116,9 +116,27 @@ def run(folder: Path, say: Say) -> DemoResults:
     shell = Shell(folder, say)
     shell("convert hf megatron --to megatron")
     there = shell("verify hf megatron --json", may_differ=True)
-    _train(shell)
+
+    # BF16 pretraining, and three branches that continue it with the optimizer on the same data: in BF16, in FP8 seeded
+    # by warm-up, and in FP8 from a cold start. In their last steps the learning rate decays: at a high one, the final
+    # perplexity is a matter of chance
+    run_to = "--recipe demo.toml --out"
+    shell(f"resume megatron --precision bf16 {run_to} start {_to(START)}")
+    decay = f"--set schedule.kind=wsd --set schedule.decay_steps={DECAY}"
+    for branch, how in (("bf16", "bf16"), ("fp8", "fp8"), ("fp8-cold", "fp8 --cold-start")):
+        shell(f"resume start --precision {how} {run_to} {branch} {_to(BRANCH)} {decay}")
     gaps = shell("compare bf16 fp8 fp8-cold --json")
-    state, last_bit = _there_and_back(shell)
+
+    # the FP8 checkpoint to Hugging Face and back, and training from the result and from the checkpoint itself
+    shell("convert fp8 fp8-hf --to hf")
+    shell("convert fp8-hf fp8-back --to megatron --precision fp8")
+    state = shell("verify fp8 fp8-back --fp8 --json", may_differ=True)
+    run_on = f"--load weights --recipe demo.toml {_to(ON)} --out"
+    shell(f"resume fp8-back --precision fp8 {run_on} fp8-on")
+    shell(f"resume fp8 --precision fp8 {run_on} fp8-straight-on")
+    shell(f"resume bf16 --precision bf16 {run_on} bf16-on")
+    last_bit = shell("verify fp8-on fp8-straight-on --fp8 --json", may_differ=True)
+
     shell(f"resume fp8 --precision bf16 --recipe demo.toml --load weights --data text/chats.jsonl --out sft {_to(SFT)}")
     shell("inspect fp8")
     shell("export-inference fp8 fp8-vllm --target vllm")
@@ -131,27 +149,3 @@ def run(folder: Path, say: Say) -> DemoResults:
 
 def _to(steps: int) -> str:
     return f"--set train.steps={steps}"
-
-
-def _train(shell: Shell) -> None:
-    """BF16 pretraining, and three branches that continue it with the optimizer on the same data: in BF16, in FP8 seeded
-    by warm-up, and in FP8 from a cold start. In their last steps the learning rate decays: at a high one, the final
-    perplexity is a matter of chance."""
-    run = "--recipe demo.toml --out"
-    shell(f"resume megatron --precision bf16 {run} start {_to(START)}")
-    decay = f"--set schedule.kind=wsd --set schedule.decay_steps={DECAY}"
-    for branch, how in (("bf16", "bf16"), ("fp8", "fp8"), ("fp8-cold", "fp8 --cold-start")):
-        shell(f"resume start --precision {how} {run} {branch} {_to(BRANCH)} {decay}")
-
-
-def _there_and_back(shell: Shell) -> tuple[CommandRun, CommandRun]:
-    """Convert the FP8 checkpoint to Hugging Face and back, and continue training from the result and from the
-    checkpoint itself. Returns the comparisons of the state and of the two runs."""
-    run = f"--load weights --recipe demo.toml {_to(ON)} --out"
-    shell("convert fp8 fp8-hf --to hf")
-    shell("convert fp8-hf fp8-back --to megatron --precision fp8")
-    state = shell("verify fp8 fp8-back --fp8 --json", may_differ=True)
-    shell(f"resume fp8-back --precision fp8 {run} fp8-on")
-    shell(f"resume fp8 --precision fp8 {run} fp8-straight-on")
-    shell(f"resume bf16 --precision bf16 {run} bf16-on")
-    return state, shell("verify fp8-on fp8-straight-on --fp8 --json", may_differ=True)

@@ -26,7 +26,12 @@ class DemoText:
 
 def write_text(folder: Path) -> DemoText:
     """Copy the text into `folder`. The same Python gives the same files, in the same order."""
-    files = list(_sources())
+    library = Path(sysconfig.get_path("stdlib"))
+    files: list[tuple[str, str]] = []  # module name and source of every file of the library
+    for file in sorted(library.rglob("*.py")):
+        parts = file.relative_to(library).with_suffix("").parts
+        if not _NOT_THE_LIBRARY & set(parts):
+            files.append((".".join(parts), file.read_text(encoding="utf-8", errors="replace")))
     random.Random(0).shuffle(files)
     text = DemoText(folder / "train", folder / "held-out", folder / "chats.jsonl")
     used = _copy(files, text.held_out, HELD_OUT_BYTES)
@@ -35,15 +40,6 @@ def write_text(folder: Path) -> DemoText:
     chats = islice((chat for name, source in rest for chat in _chats(name, source)), CHATS)
     text.chats.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats), encoding="utf-8")
     return text
-
-
-def _sources() -> Iterator[tuple[str, str]]:
-    """Module name and source of every file of the library."""
-    library = Path(sysconfig.get_path("stdlib"))
-    for file in sorted(library.rglob("*.py")):
-        parts = file.relative_to(library).with_suffix("").parts
-        if not _NOT_THE_LIBRARY & set(parts):
-            yield ".".join(parts), file.read_text(encoding="utf-8", errors="replace")
 
 
 def _copy(files: list[tuple[str, str]], folder: Path, limit: int) -> int:

@@ -6,7 +6,7 @@ generation.
 
 import re
 import traceback
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -89,11 +89,12 @@ class StoredModel(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         return [self._scored(context, continuation) for _, context, continuation in requests]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        return [sum(self._scored(*window)[0] for window in self._windows(request.args[0])) for request in requests]
-
-    def _windows(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
-        windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.longest, 1)
-        yield from map(make_disjoint_window, windows)
+        found = []
+        for request in requests:
+            tokens = self.tok_encode(request.args[0])
+            windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.longest, 1)
+            found.append(sum(self._scored(*make_disjoint_window(window))[0] for window in windows))
+        return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         return [self._generated(*request.args) for request in requests]
@@ -162,8 +163,9 @@ def run_tasks(reader: Reader, tasks: Sequence[str], *, limit: int | None, chat_t
         try:
             found = simple_evaluate(adapter, tasks=names, task_manager=manager, log_samples=False, **settings)
         except (ValueError, KeyError, OSError, TypeError, AssertionError) as error:
-            if _of_model(error):
-                raise
+            frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+            if any(frame.f_code is StoredModel._logits.__code__ for frame in frames):
+                raise  # it is the model's here, and not lm-eval's or a task's
             raise DataError(f"lm-eval: {error}", do="See `lm-eval ls tasks` for its names.") from None
     return {"precision": precision, "results": found["results"], "samples": found["n-samples"]}
 
@@ -174,11 +176,6 @@ def _ends(companions: Companions) -> Set[int]:
     config = parse_json(companions.files[name], name) if name in companions.files else {}
     ends = config.get("eos_token_id")
     return frozenset(end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int)
-
-
-def _of_model(error: Exception) -> bool:
-    """Whether the model here raised it, and not lm-eval or a task."""
-    return any(frame.f_code is StoredModel._logits.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _name_in(file: Path) -> str:

@@ -96,7 +96,13 @@ def evaluate(
     if against is None:
         reference, reference_precision = None, ""
     else:
-        _require_one_vocabulary(reader, against)
+        size, of_other = reader.model.vocab_size, against.model.vocab_size
+        if size != of_other:
+            raise DataError(
+                f"a vocabulary of {of_other} tokens cannot be compared with one of {size}",
+                where=against.path,
+                do="Give the checkpoint that the other one was made from.",
+            )
         reference, reference_precision = load(against, device, plain=True)
     total, tokens = torch.zeros(4, dtype=torch.float64), 0
     for start in range(0, len(rows), ROWS_AT_A_TIME):
@@ -116,16 +122,6 @@ def _perplexity(loss: float) -> float:
 
 _LARGEST_EXPONENT = math.log(sys.float_info.max)
 """`math.exp` raises OverflowError above it; the loss of a broken model can be larger."""
-
-
-def _require_one_vocabulary(reader: Reader, against: Reader) -> None:
-    sizes = reader.model.vocab_size, against.model.vocab_size
-    if sizes[0] != sizes[1]:
-        raise DataError(
-            f"a vocabulary of {sizes[1]} tokens cannot be compared with one of {sizes[0]}",
-            where=against.path,
-            do="Give the checkpoint that the other one was made from.",
-        )
 
 
 @torch.no_grad()

@@ -45,9 +45,17 @@ def use_stored_codes(model: GPT, reader: Reader, plan: Plan) -> str | None:
     for job in stored:
         module = model.get_submodule(job.module)
         computed = codes.computed(job, module)
-        if isinstance(computed, _WithCodes):
-            _set_quantizers(module, job, computed)
         kinds[computed.words] = None
+        if isinstance(computed, _WithCodes):
+            # a linear requires a quantizer of its gradient too; no gradient is computed here
+            inputs = computed.inputs
+            quantizers: Quantizers = {"input": inputs, "weight": computed.weight, "grad_output": inputs}
+            if isinstance(module, GroupedLinear):
+                assert job.expert is not None
+                module.quantizers[job.expert] = quantizers
+            else:
+                assert isinstance(module, Linear), "others are decoded"
+                module.quantizers = quantizers
     return " and ".join(kinds) or None
 
 
@@ -69,17 +77,6 @@ class _WithCodes:
     @property
     def words(self) -> str:
         return f"{self.name} codes with {self.inputs.words} input scales"
-
-
-def _set_quantizers(linear: torch.nn.Module, job: Job, computed: _WithCodes) -> None:
-    # A linear requires a quantizer of its gradient too; no gradient is computed here.
-    quantizers: Quantizers = {"input": computed.inputs, "weight": computed.weight, "grad_output": computed.inputs}
-    if isinstance(linear, GroupedLinear):
-        assert job.expert is not None
-        linear.quantizers[job.expert] = quantizers
-    else:
-        assert isinstance(linear, Linear), "others are decoded"
-        linear.quantizers = quantizers
 
 
 class StoredCodes:

@@ -15,6 +15,7 @@ def launch(source: LaunchSource) -> Launch:
             do="Write one: `precisionctl convert CKPT NEW --to hf`.",
         )
     options: list[tuple[str, ...]] = [("--mixed_precision", "fp8" if source.state else "bf16")]
+    notes = []
     if source.state:
         options += [
             ("--fp8_backend", "te"),
@@ -23,18 +24,19 @@ def launch(source: LaunchSource) -> Launch:
             ("--fp8_amax_history_len", str(source.state.amax_history_len)),
             ("--fp8_amax_compute_algo", source.state.amax_compute_algo),
         ]
-    note = "scales start at 1: amax histories stay in the sidecar; `convert` and `resume` can restore them"
+        # linears whose sizes FP8 takes, and no stacks of experts (utils/transformer_engine.py, convert_model)
+        specs, linears = source.reader.specs, (job for job in source.plan.jobs if job.row.gemm)
+        of_te = [
+            job.module
+            for job in linears
+            if not (job.row.of_experts or any(gemm_misfit(specs[name].shape) for name in job.reads))
+        ]
+        notes.append("scales start at 1: amax histories stay in the sidecar; `convert` and `resume` can restore them")
+        notes += source.fp8_notes(of_te)
     return Launch(
         "accelerate",
         ("accelerate", "launch"),
         tuple(options),
         yours=(f"your script, with {source.directory} as its model",),
-        notes=(note, *source.fp8_notes(_te_linears(source))) if source.state else (),
+        notes=tuple(notes),
     )
-
-
-def _te_linears(source: LaunchSource) -> list[str]:
-    """The modules that accelerate makes Transformer Engine's: linears whose sizes FP8 takes, and no stacks of experts
-    (utils/transformer_engine.py, convert_model)."""
-    jobs = (job for job in source.plan.jobs if job.row.gemm and not job.row.of_experts)
-    return [job.module for job in jobs if not any(gemm_misfit(source.reader.specs[name].shape) for name in job.reads)]

@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Mapping, Sequence, Set
-from contextlib import suppress
 from typing import Any
 
 from precisionctl.architectures.megatron.expert_args import CAPACITY
@@ -223,21 +222,19 @@ def _muon_options(source: LaunchSource) -> list[Option]:
     if not source.has_optimizer or args.get("optimizer") != "muon":
         return []
     options: list[Option] = [("--optimizer", "muon")]
-    for key, value in read_muon_args(args).items():
-        with suppress(RecipeError):  # a value that no recipe has, as a file may say anything
-            options += _muon_option(key, recipe_of({f"optimizer.{key}": value}, source.path).optimizer)
+    for key, said in read_muon_args(args).items():
+        try:
+            value = getattr(recipe_of({f"optimizer.{key}": said}, source.path).optimizer, key)
+        except RecipeError:  # a value that no recipe has, as a file may say anything
+            continue
+        flag, is_default = _MUON_SWITCHES.get(key, _flag(key)), value == getattr(Optimizer(), key)
+        if key in _MUON_SWITCHES:  # of a switch there is no flag for the default
+            options += [] if is_default else [(flag,)]
+        elif not (is_default and flag in _MUON_CHANGED):  # not in all versions
+            options.append((flag, str(value)))
     if (mode := args.get("muon_tp_mode")) in _MUON_TP_MODES:
         options.append(("--muon-tp-mode", mode))
     return options
-
-
-def _muon_option(key: str, settings: Optimizer) -> list[Option]:
-    """The flag of one of Muon's settings. The default is left out where there is no flag for it, as of switches, or not
-    in all versions."""
-    value, flag = getattr(settings, key), _MUON_SWITCHES.get(key, _flag(key))
-    if value == getattr(Optimizer(), key) and (key in _MUON_SWITCHES or flag in _MUON_CHANGED):
-        return []
-    return [(flag,) if key in _MUON_SWITCHES else (flag, str(value))]
 
 
 def _muon_notes(options: Sequence[Option]) -> list[str]:

@@ -144,14 +144,11 @@ def compare(paths: Sequence[Path], last: int) -> RunComparison:
     curves = read_curves(paths)
     shadows = [found for path, curve in zip(paths, curves, strict=True) if (found := find_shadows(path, curve.name))]
     gaps = [find_gap(curve, curves[0], last) for curve in curves[1:]]
-    return RunComparison(curves, gaps, shadows, _settings(paths), last)
-
-
-def _settings(paths: Sequence[Path]) -> dict[str, Sequence[object]]:
     runs = [settings_of(path if path.is_dir() else path.parent) for path in paths]
     known = [run for run in runs if run]
     names = {name for run in known for name in differing_settings(known[0], run)}
-    return {name: [run.get(name) for run in runs] for name in sorted(names)}
+    settings = {name: [run.get(name) for run in runs] for name in sorted(names)}
+    return RunComparison(curves, gaps, shadows, settings, last)
 
 
 def _in_words(name: str, values: Sequence[object]) -> list[str]:

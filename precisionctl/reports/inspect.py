@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from precisionctl.export.weight_encodings import stored_weight_encodings
 from precisionctl.fp8.state import Fp8States
 from precisionctl.megatron_flags import PARALLEL_SIZES
 from precisionctl.model.untabled_model import UntabledModel
-from precisionctl.param import TensorSpec, is_slice
+from precisionctl.param import is_slice
 from precisionctl.planning.make_plan import plan_weights, stored_model
 from precisionctl.quant_methods.base import CHANNEL
 from precisionctl.reports.model_sizes import size_rows
@@ -56,6 +56,7 @@ def describe(reader: Reader) -> Description:
         stored = reader.decoded.words
     if isinstance(reader, GgufReader):
         stored = reader.words or stored
+    run = precision_of_run(reader)
     return {
         "path": str(reader.path),
         "container": reader.container,
@@ -71,7 +72,7 @@ def describe(reader: Reader) -> Description:
         "mmproj": [_mmproj(file) for file in reader.mmproj] if isinstance(reader, GgufReader) else [],
         "cut": _cut(reader),
         "precision": f"{stored} with delayed-scaling state" if reader.fp8 else stored,
-        "run": _run(reader),
+        "run": {"scaling": run.precision.scaling, "keys": dict(run.keys), "said_by": run.said_by} if run else None,
         "coded": _coded(reader),
         "model": model.described() if model else None,
         "mismatch": _mismatch(reader) if model else None,
@@ -106,13 +107,6 @@ def _mismatch(reader: Reader) -> str | None:
     except PrecisionctlError as error:
         return error.what
     return None
-
-
-def _run(reader: Reader) -> dict[str, Any] | None:
-    """The FP8 precision of the run that wrote the checkpoint: its kind of scaling, the keys of a recipe that are known
-    of it, and what says so. None for a run in BF16, or of which nothing is said."""
-    run = precision_of_run(reader)
-    return {"scaling": run.precision.scaling, "keys": dict(run.keys), "said_by": run.said_by} if run else None
 
 
 def _cut(reader: Reader) -> dict[str, int] | None:
@@ -188,7 +182,13 @@ def _coded(reader: Reader) -> dict[str, Any] | None:
     coded = stored_weight_encodings(reader)
     if coded is None:
         return None
-    shared = Counter(_sharing(coded.weights[name], scales.block) for name, scales in coded.scales.items())
+    shared: Counter[str] = Counter()
+    for name, scales in coded.scales.items():
+        spec, (high, wide) = coded.weights[name], scales.block
+        if wide < spec.columns or 1 < high < spec.rows:
+            shared[f"block of {high} x {wide}"] += 1
+        else:
+            shared["tensor" if high >= spec.rows else "channel"] += 1
     formats = Counter(spec.codes_name for spec in coded.weights.values())
     return {
         "quant_method": coded.quantization.get("quant_method"),
@@ -196,13 +196,6 @@ def _coded(reader: Reader) -> dict[str, Any] | None:
         "weights_by_scale": dict(shared.most_common()),
         "static_input_scales": sum(scales.input is not None for scales in coded.scales.values()),
     }
-
-
-def _sharing(spec: TensorSpec, block: tuple[int, int]) -> str:
-    """What shares a scale, in a few words."""
-    if block[0] >= spec.rows and block[1] >= spec.columns:
-        return "tensor"
-    return "channel" if block[0] == 1 and block[1] >= spec.columns else f"block of {block[0]} x {block[1]}"
 
 
 def tables(description: Description) -> list[Table]:
@@ -220,6 +213,13 @@ def summary(description: Description) -> Table:
     """What the checkpoint is."""
     names = description["stored_names"]
     files, tensors = counted(description["files"], "file"), counted(description["tensors"], "tensor")
+    parts = []
+    for part, said in (description["parts"] or {}).items():  # of a wrapper
+        title = "towers, as they are" if part == "towers" else f"text model, {description['model']['architecture']}"
+        parts.append((title, _amount(said)))
+    for said in description["mmproj"]:
+        kinds = f" ({listed(said['projectors'])})" if said["projectors"] else ""
+        parts.append(("towers", f"{_amount(said)}, in {said['file']}{kinds}"))
     rows = [
         ("container", description["container"]),
         ("layout", description["layout"] + (f", stored under {names}'s names" if names else "")),
@@ -234,16 +234,21 @@ def summary(description: Description) -> Table:
         ),
         *([] if description["iteration"] is None else [("iteration", str(description["iteration"]))]),
         ("parameters", f"{description['parameters']:,} in {tensors}, {files}"),
-        *_part_rows(description),
-        *_mmproj_rows(description),
+        *parts,
         *(size_rows(description["model"]) if description["model"] else ()),
         *([("split for", _cut_words(cut))] if (cut := description["cut"]) is not None else []),
         ("stored as", ", ".join(f"{dtype} {size(count)}" for dtype, count in description["bytes_by_dtype"].items())),
         ("precision", description["precision"]),
-        *([("goes on in", _run_words(run))] if (run := description["run"]) else []),
     ]
-    if description["layout"] == "megatron" or description["optimizer"]:
-        rows.append(("optimizer", _optimizer_words(description["optimizer"])))
+    if run := description["run"]:
+        rows.append(("goes on in", f"{scaling_words(run['scaling'])}, by {run['said_by']}"))
+    optimizer = description["optimizer"]
+    if optimizer is None and description["layout"] == "megatron":
+        rows.append(("optimizer", "none"))
+    elif optimizer and "unreadable" in optimizer:
+        rows.append(("optimizer", f"cannot be read: {optimizer['unreadable']}"))
+    elif optimizer:
+        rows.append(("optimizer", f"{counted(optimizer['tensors'], 'tensor')}, {size(optimizer['bytes'])}"))
     if description["coded"]:
         rows.append(_coded_row(description))
     if description["fp8"]:
@@ -251,27 +256,9 @@ def summary(description: Description) -> Table:
     return Table(description["path"], ("", ""), rows)
 
 
-def _part_rows(description: Description) -> list[tuple[str, str]]:
-    """What of a wrapper is text, and what is not."""
-    if not (parts := description["parts"]):
-        return []
-    titles = {"text": f"text model, {description['model']['architecture']}", "towers": "towers, as they are"}
-    return [
-        (titles[part], f"{each['parameters']:,} in {counted(each['tensors'], 'tensor')}, {size(each['bytes'])}")
-        for part, each in parts.items()
-    ]
-
-
-def _mmproj_rows(description: Description) -> Iterator[tuple[str, str]]:
-    """The files of towers beside the model's."""
-    for said in description["mmproj"]:
-        kinds = f" ({listed(said['projectors'])})" if said["projectors"] else ""
-        tensors = f"{said['parameters']:,} in {counted(said['tensors'], 'tensor')}, {size(said['bytes'])}"
-        yield "towers", f"{tensors}, in {said['file']}{kinds}"
-
-
-def _run_words(run: Description) -> str:
-    return f"{scaling_words(run['scaling'])}, by {run['said_by']}"
+def _amount(part: Description) -> str:
+    """How much of a checkpoint a part of it is."""
+    return f"{part['parameters']:,} in {counted(part['tensors'], 'tensor')}, {size(part['bytes'])}"
 
 
 def _cut_words(cut: Mapping[str, int]) -> str:
@@ -279,14 +266,6 @@ def _cut_words(cut: Mapping[str, int]) -> str:
     defaults = {"expert_tensor": cut.get("tensor", 1), "first_layers": None, "last_layers": None}
     words = [f"{PARALLEL_SIZES[field][0]} {size}" for field, size in cut.items() if size != defaults.get(field, 1)]
     return " ".join(words) or ("one rank" if cut else "not said")
-
-
-def _optimizer_words(optimizer: Description | None) -> str:
-    if optimizer is None:
-        return "none"
-    if "unreadable" in optimizer:
-        return f"cannot be read: {optimizer['unreadable']}"
-    return f"{counted(optimizer['tensors'], 'tensor')}, {size(optimizer['bytes'])}"
 
 
 def _coded_row(description: Description) -> tuple[str, str]:

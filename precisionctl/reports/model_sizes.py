@@ -18,12 +18,17 @@ def size_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     if sizes:
         wide = f" at most{_in_layers(list(map(bool, sizes['ffn_hidden_size'])))}"
     mlp = f"MLP {model['ffn_hidden_size']}{wide}"
+    experts = []
+    if moe := model["moe"]:
+        shared = f", and shared ones of {moe['shared_ffn_hidden_size']}" if moe["shared_ffn_hidden_size"] else ""
+        each = f"{moe['topk']} of {moe['num_experts']} for a token, MLP {moe['ffn_hidden_size']}"
+        experts.append(("experts", f"{each}{shared}, in {counted(sum(moe['layer_freq']), 'layer')}"))
     ahead = f"; {model['mtp_num_layers']} more of multi-token prediction" if model["mtp_num_layers"] else ""
     return [
         ("layers", f"{model['num_layers']} of hidden size {model['hidden_size']}, {mlp}{beside}{ahead}"),
         ("attention", _attention(model) + _in_layers(_attending(model))),
         *_recurrent_rows(model),
-        *([("experts", _experts(model["moe"]))] if model["moe"] else []),
+        *experts,
         ("vocabulary", f"{model['vocab_size']}" + (f" and {counted(padding, 'row')} of padding" if padding else "")),
     ]
 
@@ -76,9 +81,3 @@ def _recurrent_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _in_layers(layers: Sequence[bool]) -> str:
     """In how many layers, where not in all."""
     return "" if all(layers) else f", in {counted(sum(layers), 'layer')}"
-
-
-def _experts(moe: Mapping[str, Any]) -> str:
-    shared = f", and shared ones of {moe['shared_ffn_hidden_size']}" if moe["shared_ffn_hidden_size"] else ""
-    each = f"{moe['topk']} of {moe['num_experts']} for a token, MLP {moe['ffn_hidden_size']}"
-    return f"{each}{shared}, in {counted(sum(moe['layer_freq']), 'layer')}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from precisionctl.conversion.known_state import is_of_weights, why_outdated
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.errors import PrecisionctlError
 from precisionctl.fp8.delayed_scaling import recorded_amax
-from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8States, Role, RoleState
+from precisionctl.fp8.state import ATTENTION, ROLES, Fp8States
 from precisionctl.reports.table import Table
 from precisionctl.sizes import counted
 from precisionctl.torch_when_used import torch
@@ -24,7 +25,10 @@ def describe_fp8(states: Fp8States, reader: Reader | None) -> dict[str, Any]:
     """What `--json` prints of FP8 state: that of the checkpoint that a reader reads, or of a file (None)."""
     iteration = reader.iteration if reader else None
     age = None if iteration is None or states.iteration is None else iteration - states.iteration
-    of_its = _is_of_its_weights(states, reader) if reader else None
+    of_its: bool | None = None
+    if reader:
+        with suppress(PrecisionctlError):  # if too much of the checkpoint is missing to tell
+            of_its = is_of_weights(states, digest_weights(reader), reader)
     roles = [*ROLES, *(role for role in ATTENTION if any(role in state.roles for state in states.modules.values()))]
     return {
         "recipe": asdict(states.recipe),
@@ -40,32 +44,22 @@ def describe_fp8(states: Fp8States, reader: Reader | None) -> dict[str, Any]:
         "not_understood": sorted(states.raw),
         "notes": list(states.notes),
         "modules": {
-            name: {role: _role(part, role, states.recipe) for role, part in state.roles.items()}
+            name: {
+                role: {
+                    "recorded": part.recorded,
+                    "amax": _plain(recorded_amax(part, role, states.recipe)),  # the largest of the history
+                    "scale": _plain(part.scale),
+                    "rows_recorded": int((part.amax_history != 0).sum()),
+                }
+                for role, part in state.roles.items()
+            }
             for name, state in states.modules.items()
         },
     }
 
 
-def _is_of_its_weights(states: Fp8States, reader: Reader) -> bool | None:
-    """Whether FP8 state was recorded with the checkpoint's weights; None if too much of the checkpoint is missing to
-    tell."""
-    try:
-        return is_of_weights(states, digest_weights(reader), reader)
-    except PrecisionctlError:
-        return None
-
-
-def _role(state: RoleState, role: Role, recipe: DelayedScaling) -> dict[str, Any]:
-    """The largest amax of the history, the scale, and how many rows hold an amax; lists by expert."""
-    return {
-        "recorded": state.recorded,
-        "amax": _plain(recorded_amax(state, role, recipe)),
-        "scale": _plain(state.scale),
-        "rows_recorded": int((state.amax_history != 0).sum()),
-    }
-
-
 def _plain(values: Tensor) -> Any:
+    """A number; of experts a list of them."""
     return values.to(torch.float64).tolist()
 
 

@@ -14,7 +14,6 @@ from precisionctl.trainer.measure.metrics import StepMetrics
 from precisionctl.trainer.preflight import DiskSpace, would_fit
 from precisionctl.trainer.resume import Finished, Started
 from precisionctl.trainer.run_plan import DryRun, RunPlan
-from precisionctl.trainer.shadow import Shadow
 
 
 def beginning(started: Started) -> list[str]:
@@ -164,21 +163,18 @@ def warnings(step: StepMetrics) -> list[str]:
         lines.append(
             f"Step {step.step} is skipped{running}: its loss is {step.loss}, its gradients' norm {step.grad_norm}"
         )
-    if step.shadow and step.shadow.decision != "ok":
-        lines.append(_guard_warning(step.shadow))
+    shadow = step.shadow
+    if shadow and shadow.decision != "ok":
+        gaps = f"its loss {shadow.loss:.4f} is {percent(shadow.gap)} from BF16's"
+        if shadow.held_out_gap is not None:
+            gaps += f", {percent(shadow.held_out_gap)} on held-out data"
+        lowest = min(shadow.modules, key=lambda name: shadow.modules[name].cosine)
+        then = {"warn": "", "stop": "; the run stops", "bf16": "; the next steps are in BF16"}[shadow.decision]
+        lines.append(
+            f"Guard, step {shadow.step}: {gaps}; gradients' cosine {shadow.gradients.cosine:.4f}, "
+            f"lowest {shadow.modules[lowest].cosine:.4f} in {lowest}{then}"
+        )
     return lines
-
-
-def _guard_warning(shadow: Shadow) -> str:
-    gaps = f"its loss {shadow.loss:.4f} is {percent(shadow.gap)} from BF16's"
-    if shadow.held_out_gap is not None:
-        gaps += f", {percent(shadow.held_out_gap)} on held-out data"
-    lowest = min(shadow.modules, key=lambda name: shadow.modules[name].cosine)
-    then = {"warn": "", "stop": "; the run stops", "bf16": "; the next steps are in BF16"}[shadow.decision]
-    return (
-        f"Guard, step {shadow.step}: {gaps}; gradients' cosine {shadow.gradients.cosine:.4f}, "
-        f"lowest {shadow.modules[lowest].cosine:.4f} in {lowest}{then}"
-    )
 
 
 def ending(finished: Finished) -> list[str]:

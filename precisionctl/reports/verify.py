@@ -27,10 +27,16 @@ do."""
 def tables(comparison: Comparison) -> list[Table]:
     """Tables of the settings that differ, the number of tensors with each status, the worst of those that differ, the
     settings of the optimizer and the FP8 state that differ, and what of the model was not compared."""
-    by_status = {status: [t for t in comparison.tensors if t.status == status] for status in get_args(Status)}
-    rows = [_together(status, tensors) for status, tensors in by_status.items() if tensors]
+    counts = []
+    for status in get_args(Status):
+        if tensors := [tensor for tensor in comparison.tensors if tensor.status == status]:
+            sqnr = min((t.sqnr_db for t in tensors if t.sqnr_db is not None), default=None)
+            error = max((t.max_abs_error for t in tensors if t.max_abs_error is not None), default=None)
+            differing = [t.differing for t in tensors if t.differing is not None]
+            values = f"{sum(differing):,}" if differing else "-"
+            counts.append((status, str(len(tensors)), _number(sqnr, ".1f"), _number(error, ".3g"), values))
     columns = ("status", "count", "lowest SQNR, dB", "largest error", "values that differ")
-    found = [Table("Tensors", columns, rows)]
+    found = [Table("Tensors", columns, counts)]
     if settings := comparison.settings:
         found.insert(0, _first("Settings that differ", ("",), [(line,) for line in settings]))
     different = [tensor for tensor in comparison.tensors if not tensor.equal]
@@ -109,14 +115,6 @@ def _weight(weight: CodesComparison) -> tuple[str, ...]:
     share = f"{weight.changed:,} ({_share(weight):.2%})" if weight.changed else "0"
     sqnr, idempotent = _number(weight.sqnr_db, ".1f"), "yes" if weight.idempotent else "no"
     return (weight.name, f"{weight.codes:,}", share, ratio, sqnr, idempotent)
-
-
-def _together(status: str, tensors: Sequence[TensorComparison]) -> tuple[str, ...]:
-    sqnr = min((t.sqnr_db for t in tensors if t.sqnr_db is not None), default=None)
-    error = max((t.max_abs_error for t in tensors if t.max_abs_error is not None), default=None)
-    differing = [t.differing for t in tensors if t.differing is not None]
-    values = f"{sum(differing):,}" if differing else "-"
-    return (status, str(len(tensors)), _number(sqnr, ".1f"), _number(error, ".3g"), values)
 
 
 def _worst(different: Sequence[TensorComparison], most: int) -> Table:

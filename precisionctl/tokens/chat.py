@@ -193,19 +193,16 @@ def _require_understood(text: str, chat: Conversation, template: ChatTemplate, w
     `None`, a number or a list with brackets."""
     for number, message in enumerate(chat.messages):
         content = message.get("content", "")
-        if not isinstance(content, str) and _prints(number, str(content), text, chat, template, where):
+        if isinstance(content, str):
+            continue
+        as_text = [*chat.messages]
+        as_text[number] = {**message, "content": str(content)}
+        if _renders(text, replace(chat, messages=as_text), template, where):
             raise DataError(
                 f"the chat template prints the content {str(content)[:80]} as it is",
                 where=where,
                 do="Give each message a string as its content, or the checkpoint a template that knows what this is.",
             )
-
-
-def _prints(number: int, content: str, text: str, chat: Conversation, template: ChatTemplate, where: str) -> bool:
-    """Whether a conversation is rendered as the same `text` if message `number` has this `content`."""
-    messages = [*chat.messages]
-    messages[number] = {**messages[number], "content": content}
-    return _renders(text, replace(chat, messages=messages), template, where)
 
 
 def _require_places(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -31,7 +31,9 @@ def main(parent: int) -> None:
     sys.modules["torch"] = None  # type: ignore[assignment]  # not needed: transformers imports in one second, not three
     from precisionctl.tokens import chat, safe_tokenizer
 
-    _silence()
+    with open(os.devnull, "r+b") as nothing:
+        for stream in (0, 1, 2):  # which libraries use
+            os.dup2(nothing.fileno(), stream)
     send(pipe, {})
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     tokenizer: Any = None
@@ -102,13 +104,6 @@ def _tokens(tokenizer: Any, texts: list[str], **options: Any) -> list[list[int]]
     made = tokenizer(texts, verbose=False, return_attention_mask=False, return_token_type_ids=False, **options)
     ids: list[list[int]] = made["input_ids"]
     return ids
-
-
-def _silence() -> None:
-    """Redirect standard input, output and error, which libraries use, to /dev/null."""
-    with open(os.devnull, "r+b") as nothing:
-        for stream in (0, 1, 2):
-            os.dup2(nothing.fileno(), stream)
 
 
 class _Pipe:
