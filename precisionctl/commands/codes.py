@@ -93,6 +93,9 @@ class _EngineCodes:
             plan = encoded
             cache_notes = [*kv_cache.left_out(source.encodings, source.plan)]
 
+        serve = f"Serve it with: {self._serve(request.destination)}"
+        if found := engine.without_class(self._config):
+            serve = f"{engine.title} does not serve it: it has no class for {found[0].what} ({found[0].rule.source})."
         fixed = input_scale_notes(known.current, request.fp8_state, file_is_noted=True)
         read = (source.reader.path if request.iteration is not None else None) or request.source
         notes = [
@@ -109,7 +112,7 @@ class _EngineCodes:
             *in_bf16_notes(source.reader, source.plan, precision, scheme, policy.refused),
             *uncoded_tower_notes(plan),
             *rounded_notes(source.reader, plan),
-            self._how_to_serve(),
+            serve,
         ]
         states = None if request.target else known.current or known.outdated
         card = self._card(plan, form)
@@ -266,13 +269,6 @@ class _EngineCodes:
         kept = modules_in_bf16(source.plan, set(plan.codes))
         return Card(name, engine.title, engine.name, command, facts, plan.codes, kept, request.base_model, scheme.codes)
 
-    def _how_to_serve(self) -> str:
-        """The note on how the result is served, or that the engine has no class for it."""
-        if found := self.engine.without_class(self._config):
-            what, source = found[0].what, found[0].rule.source
-            return f"{self.engine.title} does not serve it: it has no class for {what} ({source})."
-        return f"Serve it with: {self._serve(self.request.destination)}"
-
     def _serve(self, path: object) -> str:
         """The command that serves the result at a path."""
         request, fp8_cache = self.request, self.request.kv_cache is not None
@@ -285,7 +281,7 @@ def as_before(source: Source) -> Result:
     reader, known, encodings = source.reader, source.known, source.encodings
     assert encodings is not None, "there were codes before"
     policy = AsBefore(encodings, known.current, fixed_hold=source.fixed_scales is not None)
-    plan = encode(source.plan, policy)
+    plan, method = encode(source.plan, policy), policy.method
     notes = [
         *format_notes(source.request.reference, encodings),
         *recoding_notes(encodings, reader.specs, plan),
@@ -294,8 +290,33 @@ def as_before(source: Source) -> Result:
         *known_state_notes(known, carried=True),
     ]
     scheme = scheme_of(encodings.quantization, encodings.scales, encodings.weights)
-    serving = [engine for engine in engines().values() if scheme in engine.formats(policy.method.name)]
-    card = _card_as_before(source.request.destination.name, source.plan, policy, scheme, serving)
+    serving = [engine for engine in engines().values() if scheme in engine.formats(method.name)]
+
+    inputs = _IN_BF16
+    if any(scales.input is not None for scales in encodings.scales.values()):
+        inputs = "as they were, or of what was recorded since"
+    elif any(form.inputs for form in method.read(encodings.quantization).formats):
+        inputs = _BY_ENGINE
+    facts = {
+        "weights": ", ".join(sorted({spec.stored_dtype for spec in encodings.weights.values()})),
+        "format": method.name,
+        "scheme": scheme,
+        "codes and scales": "the scales that the weights had before, and codes of their values; new scales where "
+        "values have changed",
+        "input scales": inputs,
+    }
+    name = source.request.destination.name
+    path = path_in_command(name)
+    card = Card(
+        name,
+        " or ".join(engine.title for engine in serving) or f"readers of {method.name}",
+        method.name,
+        "\n".join(engine.serve(path, 1) for engine in serving) or f"precisionctl inspect {path}",
+        facts,
+        list(encodings.weights),
+        modules_in_bf16(source.plan, encodings.weights.keys()),
+        codes=" and ".join(sorted({spec.codes_name for spec in encodings.weights.values()})),
+    )
 
     def lacks(config: Mapping[str, Any]) -> Iterator[str]:
         """Keys that are not there: one engine's words for others might be none for the next."""
@@ -303,29 +324,3 @@ def as_before(source: Source) -> Result:
         return (key for engine in serving for key in engine.lacks(config) if said.get(key) is None)
 
     return Result(plan, notes, known.current or known.outdated, encodings=encodings, card=card, lacks=lacks)
-
-
-def _card_as_before(name: str, plan: Plan, policy: AsBefore, scheme: str, serving: Sequence[Engine]) -> Card:
-    """The model card of a result with its old codes, for the engines that read them."""
-    encodings, method = policy.encodings, policy.method
-    quantization = method.read(encodings.quantization)
-    dtypes = sorted({spec.stored_dtype for spec in encodings.weights.values()})
-    fixed = any(scales.input is not None for scales in encodings.scales.values())
-    inputs = "as they were, or of what was recorded since"
-    if not fixed:
-        by_engine = any(form.inputs for form in quantization.formats)
-        inputs = _BY_ENGINE if by_engine else _IN_BF16
-    facts = {
-        "weights": ", ".join(dtypes),
-        "format": method.name,
-        "scheme": scheme,
-        "codes and scales": "the scales that the weights had before, and codes of their values; new scales where "
-        "values have changed",
-        "input scales": inputs,
-    }
-    kept = modules_in_bf16(plan, encodings.weights.keys())
-    title = " or ".join(engine.title for engine in serving) or f"readers of {method.name}"
-    path = path_in_command(name)
-    command = "\n".join(engine.serve(path, 1) for engine in serving) or f"precisionctl inspect {path}"
-    codes = " and ".join(sorted({spec.codes_name for spec in encodings.weights.values()}))
-    return Card(name, title, method.name, command, facts, list(encodings.weights), kept, codes=codes)

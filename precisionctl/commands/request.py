@@ -150,8 +150,8 @@ class Request:
             "values": self._check_values,
             "codes": self._check_codes,
             TE: self._check_te_state,
-            LLAMA_CPP: self._check_gguf,
-            MLX: self._check_mlx,
+            LLAMA_CPP: self._check_gguf_or_mlx,
+            MLX: self._check_gguf_or_mlx,
         }
         checks[self.kind]()
         if self.te_version != 2 and not self.fills_extra_state:
@@ -254,23 +254,22 @@ class Request:
             do = "Leave it out, or choose modules with keep_bf16 in a --recipe."
             raise RecipeError(f"{given} cannot be given for {OTHER_TARGETS[TE]}", do=do)
 
-    def _check_gguf(self) -> None:
-        self._check_export_without_engine(LLAMA_CPP, _GGUF_TYPES, "llama-quantize makes others of a BF16 file.")
-        if self.destination.suffix == ".gguf":
+    def _check_gguf_or_mlx(self) -> None:
+        title = OTHER_TARGETS[self.kind]
+        schemes: tuple[str, ...] = _GGUF_TYPES if self.kind == LLAMA_CPP else _MLX_SCHEMES
+        if self.scheme not in (None, *schemes):
+            others = "llama-quantize makes others of a BF16 file."
+            if self.kind == MLX:
+                others = "`mlx_lm.convert` makes others of a BF16 one."
+            what = f"{title} does not read {self.scheme}"
+            raise RecipeError(what, do=f"Choose --scheme {' or '.join(schemes)}; {others}")
+        if given := given_options({**self._of_engines, "--fp8-state": self.fp8_state, "--recipe": self.recipe}):
+            raise RecipeError(f"{given} cannot be given for {title}", do="Leave it out.")
+        if self.kind == LLAMA_CPP and self.destination.suffix == ".gguf":
             raise RecipeError(
                 "an export is a folder, with a card and a manifest beside the file",
                 do=f"Give its name, such as {self.destination.stem}: the file in it will be called after it.",
             )
-
-    def _check_mlx(self) -> None:
-        self._check_export_without_engine(MLX, _MLX_SCHEMES, "`mlx_lm.convert` makes others of a BF16 one.")
-
-    def _check_export_without_engine(self, target: str, schemes: tuple[str, ...], others: str) -> None:
-        if self.scheme not in (None, *schemes):
-            what = f"{OTHER_TARGETS[target]} does not read {self.scheme}"
-            raise RecipeError(what, do=f"Choose --scheme {' or '.join(schemes)}; {others}")
-        if given := given_options({**self._of_engines, "--fp8-state": self.fp8_state, "--recipe": self.recipe}):
-            raise RecipeError(f"{given} cannot be given for {OTHER_TARGETS[target]}", do="Leave it out.")
 
     @property
     def _serving(self) -> Mapping[str, object]:

@@ -222,34 +222,30 @@ class _WeightCodes:
 
     def write(self, row: int, values: Tensor) -> None:
         """Write the codes of rows, and those of their scales that are found here."""
-        encoder, spec = self._encoder, self._encoder.specs[self._name]
-        encoding, first = self._of_rows(row, values)
+        encoder, name = self._encoder, self._name
+        spec = encoder.specs[name]
+        first = 0  # the number that the first of these rows has in `encoding`
+        if self._seen is None or self._whole is None:  # each row has a scale of its own, from its own amax
+            amax, has_nan = numerics.row_amax_and_nan(values, encoder.buffers.scratch)
+            _check_finite(name, amax)
+            if has_nan:
+                encoder.found.with_nan.add(name)
+            scale_inv = numerics.rounded_up(numerics.scale_inv(amax, spec.element), self._rounding)
+            encoder.put(self._scales.weight, row, scale_inv)
+            encoding = Encoding(spec.element, scale_inv, (1, values.shape[1]))
+        elif self._searches:
+            encoding = self._seen.searched(values, row, self._whole, encoder.buffers.scratch)
+            encoder.put_grid(self._scales, encoding, row)
+        else:
+            encoding, first = self._whole, row
+
         codes = encoder.buffers.to_write(encoding.element.dtype, len(values), spec.width)
         encoding.encode_rows(values, first, codes, encoder.buffers.scratch)
         if self._changed is not None:
             self._changed += self._differing(row, codes, values, encoding.of_rows(first, len(values)))
         if self._underflows:
             self._underflows.see(values, codes)
-        encoder.put(self._name, row, codes)
-
-    def _of_rows(self, row: int, values: Tensor) -> tuple[Encoding, int]:
-        """The encoding of rows from `row` on, and the number that the first of them has in it. Scales that are found
-        here are written."""
-        encoder, name = self._encoder, self._name
-        if self._seen is None or self._whole is None:  # each row has a scale of its own, from its own amax
-            element = encoder.specs[name].element
-            amax, has_nan = numerics.row_amax_and_nan(values, encoder.buffers.scratch)
-            _check_finite(name, amax)
-            if has_nan:
-                encoder.found.with_nan.add(name)
-            scale_inv = numerics.rounded_up(numerics.scale_inv(amax, element), self._rounding)
-            encoder.put(self._scales.weight, row, scale_inv)
-            return Encoding(element, scale_inv, (1, values.shape[1])), 0
-        if not self._searches:
-            return self._whole, row
-        found = self._seen.searched(values, row, self._whole, encoder.buffers.scratch)
-        encoder.put_grid(self._scales, found, row)
-        return found, 0
+        encoder.put(name, row, codes)
 
     def _differing(self, row: int, codes: Tensor, values: Tensor, now: Encoding) -> int:
         """How many codes differ from the codes before. If those are no longer stored, from the codes that the former
