@@ -24,31 +24,24 @@ Capability = tuple[int, int]
 """Compute capability of a CUDA device, major and minor."""
 
 
-@dataclass(frozen=True)
-class Variable:
-    """An environment variable of Transformer Engine's, and what it does to FP8."""
-
-    name: str
-    meaning: str
-
-
-VARIABLES = (
-    Variable(GATE, "1: delayed-scaling state loads in Transformer Engine 2.16.1, 2.17.1 and from 2.18 on"),
-    Variable("NVTE_UNFUSED_FP8_UPDATE", "1: scales are updated in another order of operations than in the kernel"),
-    Variable("NVTE_DPA_FP8_RECIPE", "another recipe for attention than for linears"),
-    Variable("NVTE_DPA_FP8DS_AMAX_HISTLEN", "history length of attention beside current scaling, else 1"),
-    Variable("NVTE_DPA_FP8DS_AMAX_ALGO", "algorithm of attention beside current scaling, else most_recent"),
-    Variable("NVTE_FP8_DPA_BWD", "0: the backward pass of attention stays out of FP8"),
-    Variable("NVTE_BACKWARD_OVERRIDE", "high_precision or dequantized: what the backward pass takes in place of codes"),
-    Variable("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "1: scales of current scaling are powers of two"),
-    Variable("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1: scales of block scaling are no powers of two"),
-    Variable("NVTE_NVFP4_DISABLE_RHT", "1: NVFP4 without the Hadamard transform"),
-    Variable("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "1: NVFP4 rounds gradients to nearest"),
-    Variable("NVTE_NVFP4_DISABLE_2D_QUANTIZATION", "1: NVFP4 has a scale for 1 x 16 elements of weights, too"),
-    Variable("NVTE_NVFP4_ROW_SCALED_ACTIVATION", "1: NVFP4 has an FP32 scale for each row of an input"),
-    Variable("NVTE_NVFP4_4OVER6", "NVFP4 has scales that bring an amax to 4 where less is lost by it"),
-    Variable("NVTE_DEBUG", "1: extra logging of attention and backends"),
-)
+VARIABLES: Mapping[str, str] = {
+    GATE: "1: delayed-scaling state loads in Transformer Engine 2.16.1, 2.17.1 and from 2.18 on",
+    "NVTE_UNFUSED_FP8_UPDATE": "1: scales are updated in another order of operations than in the kernel",
+    "NVTE_DPA_FP8_RECIPE": "another recipe for attention than for linears",
+    "NVTE_DPA_FP8DS_AMAX_HISTLEN": "history length of attention beside current scaling, else 1",
+    "NVTE_DPA_FP8DS_AMAX_ALGO": "algorithm of attention beside current scaling, else most_recent",
+    "NVTE_FP8_DPA_BWD": "0: the backward pass of attention stays out of FP8",
+    "NVTE_BACKWARD_OVERRIDE": "high_precision or dequantized: what the backward pass takes in place of codes",
+    "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "1: scales of current scaling are powers of two",
+    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1: scales of block scaling are no powers of two",
+    "NVTE_NVFP4_DISABLE_RHT": "1: NVFP4 without the Hadamard transform",
+    "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": "1: NVFP4 rounds gradients to nearest",
+    "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": "1: NVFP4 has a scale for 1 x 16 elements of weights, too",
+    "NVTE_NVFP4_ROW_SCALED_ACTIVATION": "1: NVFP4 has an FP32 scale for each row of an input",
+    "NVTE_NVFP4_4OVER6": "NVFP4 has scales that bring an amax to 4 where less is lost by it",
+    "NVTE_DEBUG": "1: extra logging of attention and backends",
+}
+"""Transformer Engine's environment variables, and what each does to FP8."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +98,7 @@ def examine() -> Machine:
         devices,
         problem,
         recipes(weakest, version_parts(torch.version.cuda or "")),
-        {each.name: os.environ[each.name] for each in VARIABLES if each.name in os.environ},
+        {name: os.environ[name] for name in VARIABLES if name in os.environ},
     )
 
 

@@ -94,7 +94,7 @@ def inspect(
     if fp8:
         from precisionctl.readiness.assess import assess
         from precisionctl.reports import readiness as judged
-        from precisionctl.reports.readiness_page import write_page
+        from precisionctl.reports.readiness_page import whole_page
 
         read_as = {"--reference": reference, "--iteration": iteration}
         named = shlex.join(
@@ -105,7 +105,7 @@ def inspect(
         )
         readiness = assess(reader, fp8_state, lambda total: console.bytes_progress("measuring weights", total), workers)
         if html:
-            write_page(html, description, readiness, named)
+            html.write_text(whole_page(description, readiness, named), encoding="utf-8")
         if json_wanted:
             print_json({**description, "readiness": judged.as_json(readiness)})
             return

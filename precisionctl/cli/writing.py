@@ -290,7 +290,10 @@ def _in_short(command: "PlannedCommand") -> dict[str, Any]:
 def next_step(request: "Request", command: "PlannedCommand", *, compared: bool) -> str:
     """What to do with a result, as a command: the last line that is printed. `compared` says that it has been compared
     with its source already."""
+    from precisionctl.checkpoints.gguf.writer import GgufWriter
     from precisionctl.checkpoints.huggingface import HuggingFaceWriter
+    from precisionctl.checkpoints.open import open_checkpoint
+    from precisionctl.errors import CheckpointError
     from precisionctl.launch.megatron_lm import has_flags
 
     path = shlex.quote(str(command.output.path))
@@ -302,23 +305,15 @@ def next_step(request: "Request", command: "PlannedCommand", *, compared: bool) 
     read_by = request.iteration, request.architecture, request.grouped_columns, request.trust_reference or None
     other_values = request.precision != "keep" or (request.storage.is_state_dict and command.trained)
     if compared or other_values or any(hint is not None for hint in read_by):
-        return f"To see what it holds: precisionctl inspect {path}{_to_read(request, command)}"
+        inspect = f"precisionctl inspect {path}"
+        if isinstance(command.writer, GgufWriter):  # factors in one do not say the settings that they are of
+            try:
+                open_checkpoint(command.output.path)
+            except CheckpointError:
+                inspect += f" --reference {shlex.quote(str(request.source))}"
+        return f"To see what it holds: {inspect}"
     reference = f" --reference {shlex.quote(str(request.reference))}" if request.reference else ""
     return f"To compare both: precisionctl verify {shlex.quote(str(request.source))} {path}{reference}"
-
-
-def _to_read(request: "Request", command: "PlannedCommand") -> str:
-    """The option without which a GGUF file is not read, as factors in it do not say the settings that they are of."""
-    from precisionctl.checkpoints.gguf.writer import GgufWriter
-    from precisionctl.checkpoints.open import open_checkpoint
-    from precisionctl.errors import CheckpointError
-
-    if isinstance(command.writer, GgufWriter):
-        try:
-            open_checkpoint(command.output.path)
-        except CheckpointError:
-            return f" --reference {shlex.quote(str(request.source))}"
-    return ""
 
 
 def carry_out(request: "Request", how: Writing) -> "tuple[PlannedCommand | None, Outcome | None]":

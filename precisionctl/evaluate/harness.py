@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from precisionctl.checkpoints.base import Companions, Reader
+from precisionctl.checkpoints.base import Reader
 from precisionctl.errors import DataError, EnvironmentProblem, meant
 from precisionctl.evaluate.measure import best_device
 from precisionctl.evaluate.stored import load
@@ -158,7 +158,11 @@ def run_tasks(reader: Reader, tasks: Sequence[str], *, limit: int | None, chat_t
     with open_tokenizer(reader.companions, reader.path) as tokenizer:
         tokenizer.check()
         model, precision = load(reader, best_device())
-        adapter = StoredModel(model, tokenizer, longest_text(reader.model), _ends(reader.companions))
+        # generation_config.json says at which tokens a text ends, such as those that end a turn
+        said = reader.companions.files.get("generation_config.json")
+        end = parse_json(said, "generation_config.json").get("eos_token_id") if said else None
+        ends = frozenset(token for token in (end if isinstance(end, list) else [end]) if type(token) is int)
+        adapter = StoredModel(model, tokenizer, longest_text(reader.model), ends)
         settings = {"limit": limit, "apply_chat_template": chat_template}
         try:
             found = simple_evaluate(adapter, tasks=names, task_manager=manager, log_samples=False, **settings)
@@ -168,14 +172,6 @@ def run_tasks(reader: Reader, tasks: Sequence[str], *, limit: int | None, chat_t
                 raise  # it is the model's here, and not lm-eval's or a task's
             raise DataError(f"lm-eval: {error}", do="See `lm-eval ls tasks` for its names.") from None
     return {"precision": precision, "results": found["results"], "samples": found["n-samples"]}
-
-
-def _ends(companions: Companions) -> Set[int]:
-    """The tokens at which generation_config.json ends a text, such as those that end a turn."""
-    name = "generation_config.json"
-    config = parse_json(companions.files[name], name) if name in companions.files else {}
-    ends = config.get("eos_token_id")
-    return frozenset(end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int)
 
 
 def _name_in(file: Path) -> str:

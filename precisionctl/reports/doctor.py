@@ -16,7 +16,7 @@ def machine_tables(machine: Machine) -> list[Table]:
     ]
     recipes = [(recipe.name, _yes(recipe.problem)) for recipe in machine.recipes]
     found = [Table("This machine", ("", ""), rows), Table("Recipes of FP8 and NVFP4", ("recipe", "runs"), recipes)]
-    set_here = [(each.name, machine.variables.get(each.name, "-"), each.meaning) for each in VARIABLES]
+    set_here = [(name, machine.variables.get(name, "-"), meaning) for name, meaning in VARIABLES.items()]
     return [*found, Table("Environment", ("variable", "set to", "what it does"), set_here)]
 
 

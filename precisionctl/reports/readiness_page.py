@@ -41,11 +41,6 @@ details pre { max-height: 14rem; overflow-y: auto }
 """
 
 
-def write_page(path: Path, description: Description, readiness: Readiness, named: str) -> None:
-    """Write `whole_page` to the file `path`."""
-    path.write_text(whole_page(description, readiness, named), encoding="utf-8")
-
-
 def whole_page(description: Description, readiness: Readiness, named: str) -> str:
     """The page as HTML. `description` is the result of `reports.inspect.describe`, `named` as in `to_measure`."""
     model, run = description["model"], to_measure(readiness, named)
@@ -55,6 +50,10 @@ def whole_page(description: Description, readiness: Readiness, named: str) -> st
         else f", {counted(model['num_layers'], 'layer')} of hidden size {model['hidden_size']}"
     )
     when = "" if description["iteration"] is None else f" at iteration {description['iteration']}"
+    maps = {"What to do": _remedies_panel(readiness)}
+    for measure in _measures(readiness):
+        if any(measure.value(health) is not None for health in readiness.roles):
+            maps[measure.name] = _panel(readiness, measure)
     limits = [(name.replace("_", " "), limit.shown, limit.source) for name, limit in ALL.items()]
     parts = [
         paragraph(f"{description['architecture']}{sizes}{when}."),
@@ -66,7 +65,7 @@ def whole_page(description: Description, readiness: Readiness, named: str) -> st
         *([paragraph("To measure the rest:"), *(commands([line]) for line in run)] if run else []),
         heading("By layer and role"),
         paragraph("Point at a cell, or tap it, for its name and number. Of experts, each cell has the worst."),
-        _maps(readiness),
+        heat.tabs(maps),
         *map(html_table, four_bit_tables(readiness)),
         *([html_table(findings(readiness))] if any(health.findings for health in readiness.roles) else []),
         html_table(Table("Limits that the verdict rests on", ("limit", "value", "source"), limits)),
@@ -168,15 +167,6 @@ def _measures(readiness: Readiness) -> list[_Measure]:
             "Binades between the newest amax under the delayed scale and the largest code. Below 0 it saturates.",
         ),
     ]
-
-
-def _maps(readiness: Readiness) -> str:
-    panels = {"What to do": _remedies_panel(readiness)}
-    for measure in _measures(readiness):
-        known = [health for health in readiness.roles if measure.value(health) is not None]
-        if known:
-            panels[measure.name] = _panel(readiness, measure)
-    return heat.tabs(panels)
 
 
 def _panel(readiness: Readiness, measure: _Measure) -> str:
