@@ -3,7 +3,6 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 from precisionctl.architectures.param_map import Naming
 from precisionctl.checkpoints import huggingface
@@ -174,9 +173,19 @@ def _encodings(request: Request, reader: Reader) -> WeightEncodings | None:
                 "weights in its form.",
             )
         return None  # engines read these codes only as they were released
-    if encodings is None and request.reference and request.kind == "codes" and not request.chooses_codes:
-        return _released_form(request.reference)
-    return encodings
+    if encodings is not None or not request.reference or request.kind != "codes" or request.chooses_codes:
+        return encodings
+
+    # values of the same model get codes like those of a reference whose codes have names of their own, which no scheme
+    # writes; of any other reference no weights are read
+    if not huggingface.recognise(request.reference):
+        return None
+    companions = read_companions(request.reference)
+    quantization = said_quantization(parse_json(companions.files["config.json"], companions.config_path))
+    own = [name for name, each in quant_methods().items() if each.own_names]
+    if not isinstance(quantization, Mapping) or quantization.get("quant_method") not in own:
+        return None
+    return stored_weight_encodings(open_checkpoint(request.reference))
 
 
 def _named_as_codes(request: Request, reader: Reader, encodings: WeightEncodings | None) -> Collection[str]:
@@ -242,16 +251,3 @@ def _dtype_of_values(request: Request, reader: Reader) -> DType | None:
     matrices = [spec for spec in reader.specs.values() if len(spec.shape) > 1]
     narrow = sum(spec.is_codes or spec.dtype in (DType.bfloat16, DType.float16) for spec in matrices)
     return None if request.kind != TE and 2 * narrow > len(matrices) else DType.bfloat16
-
-
-def _released_form(reference: Path) -> WeightEncodings | None:
-    """The encodings of a reference whose codes have names of their own, which no scheme writes; values of the same
-    model get codes like those. None for any other reference."""
-    if not huggingface.recognise(reference):
-        return None
-    companions = read_companions(reference)
-    quantization = said_quantization(parse_json(companions.files["config.json"], companions.config_path))
-    own = [name for name, method in quant_methods().items() if method.own_names]
-    if not isinstance(quantization, Mapping) or quantization.get("quant_method") not in own:
-        return None  # of these weights nothing is read
-    return stored_weight_encodings(open_checkpoint(reference))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from precisionctl.checkpoints.chunks import Chunked, in_pieces, read_rows
@@ -31,24 +31,6 @@ ValuePiece = tuple[str, int, "Tensor"]
 
 Put = Callable[[str, int, "Tensor"], None]
 """Writes rows of a tensor: called with its name, the first row's number, and the rows in the target's dtype."""
-
-
-@dataclass
-class _Underflows:
-    """Counts a tensor's elements that became zero, in one row of 16. Counting all would add a tenth to the time of
-    a cast, and if an outlier spoils a scale, most rows show it."""
-
-    elements: int = 0
-    zeroed: int = 0
-
-    def see(self, values: Tensor, codes: Tensor) -> None:
-        values, codes = values[::16], codes[::16]
-        self.elements += codes.numel()
-        self.zeroed += numerics.underflows(values, codes)
-
-    @property
-    def share(self) -> float:
-        return self.zeroed / self.elements if self.elements else 0.0
 
 
 class Encoder:
@@ -217,8 +199,7 @@ class _WeightCodes:
         self._searches = seen is not None and seen.searches
         has_changed = seen is not None and seen.former is not None and not bool(seen.fits.all())
         self._changed = 0 if has_changed else None
-        # with steps of one size, or sixteen numbers, many values become zero anyway
-        self._underflows = _Underflows() if encoder.specs[name].element.is_fp8 else None
+        self._elements, self._zeroed = 0, 0  # of FP8 codes: those that were looked at, and those that became zero
 
     def write(self, row: int, values: Tensor) -> None:
         """Write the codes of rows, and those of their scales that are found here."""
@@ -243,8 +224,12 @@ class _WeightCodes:
         encoding.encode_rows(values, first, codes, encoder.buffers.scratch)
         if self._changed is not None:
             self._changed += self._differing(row, codes, values, encoding.of_rows(first, len(values)))
-        if self._underflows:
-            self._underflows.see(values, codes)
+        if spec.element.is_fp8:  # with steps of one size, or sixteen numbers, many values become zero anyway
+            # in one row of 16: to count all would add a tenth to the time of a cast, and if an outlier spoils a scale,
+            # most rows show it
+            some, their_codes = values[::16], codes[::16]
+            self._elements += their_codes.numel()
+            self._zeroed += numerics.underflows(some, their_codes)
         encoder.put(name, row, codes)
 
     def _differing(self, row: int, codes: Tensor, values: Tensor, now: Encoding) -> int:
@@ -259,8 +244,9 @@ class _WeightCodes:
 
     def tell(self, found: Outcome) -> None:
         """Add what was found out."""
-        if self._underflows and self._underflows.share > UNDERFLOW:
-            found.zeroed[self._name] = self._underflows.share
+        zeroed = self._zeroed / max(1, self._elements)
+        if zeroed > UNDERFLOW:
+            found.zeroed[self._name] = zeroed
         if self._changed is not None:
             found.changed[self._name] = self._changed
         if self._seen and not self._seen.exact:

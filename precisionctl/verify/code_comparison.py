@@ -22,7 +22,7 @@ from precisionctl.verify.differences import Differences
 from precisionctl.verify.hf_tensors import HfTensors, StoredRows
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,10 @@ def _compare(name: str, a: _Coded, b: _Coded | None) -> CodesComparison:
         right, how_right = b.read(name, row, rows) if b else (StoredRows.of(left.values.bfloat16()), None)
         one, other = how_left or how_right, how_right or how_left
         assert one is not None and other is not None, "one of them is codes"
-        before, after = _codes(left, one), _codes(right, other)
+        before, after = (
+            rows_of.stored if rows_of.encoding is not None else how.encode_rows(rows_of.stored, 0)
+            for rows_of, how in ((left, one), (right, other))
+        )
         changed += one.element.differing(before, after) if one.element == other.element else spec.columns * rows
         of_a, of_b = (each.scales(0, rows, spec.columns) for each in (one, other))
         ratio = torch.where(of_a == of_b, 1.0, of_b / of_a).nan_to_num(math.inf, math.inf, -math.inf)
@@ -122,7 +125,3 @@ def _compare(name: str, a: _Coded, b: _Coded | None) -> CodesComparison:
         found.see(left, right)
     span = (min(ratios), max(ratios)) if ratios else (1.0, 1.0)  # there may be no rows
     return CodesComparison(name, spec.rows * spec.columns, changed, span, found.sqnr_db, idempotent)
-
-
-def _codes(rows: StoredRows, how: Encoding) -> Tensor:
-    return rows.stored if rows.encoding is not None else how.encode_rows(rows.stored, 0)

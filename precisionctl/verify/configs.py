@@ -155,8 +155,5 @@ def _in_order(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _line(name: str, a: object, b: object) -> str:
-    return f"{name} is {_shown(a)} in A, {_shown(b)} in B"
-
-
-def _shown(value: object) -> str:
-    return "not there" if value is ABSENT else f"{value!r:.60}"
+    here, there = ("not there" if value is ABSENT else f"{value!r:.60}" for value in (a, b))
+    return f"{name} is {here} in A, {there} in B"

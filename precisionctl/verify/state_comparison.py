@@ -34,11 +34,8 @@ def compare_states(
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    left, right = (each.contiguous().view(-1).view(torch.uint8) for each in (a, b))
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(left, right)
 
 
 def _state_differences(a: Fp8States, b: Fp8States) -> Iterator[str]:
