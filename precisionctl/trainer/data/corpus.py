@@ -165,7 +165,9 @@ def _begin(partial: Path, out: Path, begun: Corpus, restart: bool) -> Corpus:
 def _cut_back(partial: Path, made: Corpus) -> bool:
     """Cut files back to what the journal says of them. Returns False if one is missing or too short for that."""
     try:
-        for name, size in _sizes(made).items():
+        learned = {} if made.learned is None else {LEARNED: made.tokens}
+        id_size = np.dtype(ID_TYPES[made.code]).itemsize
+        for name, size in {_LENGTHS: 4 * made.documents, BIN: id_size * made.tokens, **learned}.items():
             if (partial / name).stat().st_size < size:
                 return False
             os.truncate(partial / name, size)
@@ -178,12 +180,6 @@ def _names(made: Corpus) -> tuple[str, ...]:
     """The files of the result in the order in which they are renamed. The index comes last: without it there is no data
     set."""
     return (BIN, IDX) if made.learned is None else (LEARNED, BIN, IDX)
-
-
-def _sizes(made: Corpus) -> dict[str, int]:
-    """The bytes of each file."""
-    learned = {} if made.learned is None else {LEARNED: made.tokens}
-    return {_LENGTHS: 4 * made.documents, BIN: made.tokens * np.dtype(ID_TYPES[made.code]).itemsize, **learned}
 
 
 def _write(partial: Path, made: Corpus, rows: Iterator[Record], tokenizers: Sequence[Tokenizer]) -> Corpus:

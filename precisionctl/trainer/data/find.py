@@ -2,7 +2,7 @@
 text."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -56,7 +56,10 @@ def _source_at(place: str, column: str | None, cache: Path | None) -> DataSource
     if not named and (prefix := prefix_of(path)):
         raise DataError("it is tokenized already", where=prefix, do="Give `resume`, `calibrate` or `eval` this name.")
     files = files_of(path)
-    cards = [] if named else _cards(files)
+    # The cards of a data set, as the Hub has them; but where nothing else is there, or all is text, they are data
+    cards = [file for file in files if file.name.lower() == "readme.md"]
+    if named or len(files) == 1 or (cards and not any(_format_of(file) for file in files)):
+        cards = []
     files = [file for file in files if file not in cards]
     stats = stats_of(files)
     nbytes = 0 if any(file.suffix == ".gz" for file in files) else sum(stat.size for stat in stats)
@@ -103,12 +106,6 @@ def files_of(path: Path) -> list[Path]:
             "the folder has no files", where=path, do="Give text, JSONL, JSON or parquet, or a folder of them."
         )
     return found
-
-
-def _cards(files: Sequence[Path]) -> list[Path]:
-    """The cards of a data set, as the Hub has them, among its files."""
-    cards = [file for file in files if file.name.lower() == "readme.md"]
-    return cards if cards and len(files) > 1 and any(_format_of(file) for file in files) else []
 
 
 def _format_of(file: Path) -> Format | None:

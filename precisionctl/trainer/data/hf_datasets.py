@@ -86,10 +86,19 @@ class HfDataset:
         return found
 
     def records(self, column: str | None) -> Iterator[Record]:
-        """All rows, in the order that the library has; of a `column` alone if one is wanted. Raises as `pinned`."""
+        """All rows, in the order that the library has; of a `column` alone if one is wanted. Raises as `pinned`, and
+        DataError for files that hold no rows, and for files outside the directory that its card or links name."""
         with self._our_errors():
             builder = self._builder()
-            self._check(builder)
+            if builder.name not in _BUILDERS:
+                do = f"Formats that are read: {', '.join(_BUILDERS)}."
+                raise DataError(f"its files are `{builder.name}`, which are no rows of text", where=self, do=do)
+            named = () if self.on_hub else builder.config.data_files.values()  # the library checks the Hub's
+            for file in chain.from_iterable(named):
+                # an address, also `zip://member::archive`, is no path: it would seem to be one in the current directory
+                if "::" in file or "://" in file or leads_out(Path(file), Path(self.place)):
+                    do = "Give a directory that has its files in it."
+                    raise DataError(f"its card or a link names a file from elsewhere: {file}", where=self, do=do)
             rows = builder.as_streaming_dataset(split=self.split)
             if rows.column_names:
                 rows = rows.select_columns(columns_to_read(rows.column_names, column))
@@ -108,20 +117,6 @@ class HfDataset:
 
         place = self.place if self.on_hub else os.path.abspath(self.place)  # of `.` the library knows no name
         return load_dataset_builder(place, self.config, revision=self.revision)
-
-    def _check(self, builder: Any) -> None:
-        """Raise DataError for files that hold no rows, and for files outside the directory that its card or links name
-        (for the Hub, the library checks that)."""
-        if builder.name not in _BUILDERS:
-            do = f"Formats that are read: {', '.join(_BUILDERS)}."
-            raise DataError(f"its files are `{builder.name}`, which are no rows of text", where=self, do=do)
-        if self.on_hub:
-            return
-        for file in chain.from_iterable(builder.config.data_files.values()):
-            # an address, also `zip://member::archive`, is no path: it would seem to be one below the current directory
-            if "::" in file or "://" in file or leads_out(Path(file), Path(self.place)):
-                do = "Give a directory that has its files in it."
-                raise DataError(f"its card or a link names a file from elsewhere: {file}", where=self, do=do)
 
     @contextmanager
     def _our_errors(self) -> Iterator[None]:

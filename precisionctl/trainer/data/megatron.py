@@ -94,36 +94,20 @@ def _open(index: Path, data: Path) -> tuple[NDArray[Any], NDArray[np.int64]]:
     pointers = np.memmap(index, "<i8", "r", HEADER.size + sequences * 4, (sequences,))
     documents = np.memmap(index, "<i8", "r", HEADER.size + sequences * 12, (ends,))
     dtype = np.dtype(ID_TYPES[code])
-    _check(lengths, pointers, dtype.itemsize, data, index)
+    place = 0  # the sequences must follow each other, and fill `.bin`
+    for start in range(0, sequences, _AT_ONCE):
+        here = slice(start, start + _AT_ONCE)
+        ends_here = place + np.cumsum(lengths[here], dtype=np.int64) * dtype.itemsize
+        if (lengths[here] < 0).any() or pointers[start] != place or (pointers[here][1:] != ends_here[:-1]).any():
+            raise DataError("its sequences do not follow one another", where=index)
+        place = int(ends_here[-1])
+    if place == 0 or data.stat().st_size != place:
+        raise DataError(f"{data.stat().st_size} bytes, and its .idx says {place}", where=data)
     if documents[0] != 0 or documents[-1] != sequences or (np.diff(documents) < 0).any():
         raise DataError("its documents are not in order", where=index)
     ids = np.memmap(data, dtype, "r")
     after = np.append(pointers, data.stat().st_size) // dtype.itemsize
     return ids, after[documents[1:]]
-
-
-def _check(lengths: NDArray[Any], pointers: NDArray[Any], itemsize: int, data: Path, index: Path) -> None:
-    """Raise DataError unless the sequences follow each other and fill `.bin`."""
-    place = 0
-    for start in range(0, len(lengths), _AT_ONCE):
-        here = slice(start, start + _AT_ONCE)
-        ends = place + np.cumsum(lengths[here], dtype=np.int64) * itemsize
-        if (lengths[here] < 0).any() or pointers[start] != place or (pointers[here][1:] != ends[:-1]).any():
-            raise DataError("its sequences do not follow one another", where=index)
-        place = int(ends[-1])
-    if place == 0 or data.stat().st_size != place:
-        raise DataError(f"{data.stat().st_size} bytes, and its .idx says {place}", where=data)
-
-
-def _first_targets(learned: NDArray[np.bool_], ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    """In each document, the number of its first token to be learned after its first token; its length where none is."""
-    first = np.empty(len(ends), np.int64)
-    start = 0
-    for number, end in enumerate(ends.tolist()):
-        found = learned[start + 1 : end].argmax() if end > start + 1 else 0
-        first[number] = found + 1 if end > start + 1 and learned[start + 1 + found] else end - start
-        start = end
-    return first
 
 
 def write_index(path: Path, lengths: NDArray[np.int32], code: int) -> None:
@@ -162,7 +146,14 @@ def _look_through(
         digest.update(np.ascontiguousarray(piece).data)
     if learned is not None:
         digest.update(learned.data)
-        _first_targets(learned, ends).tofile(folder / FIRST)
+        # In each document, the number of its first token to be learned after its first token; its length where none is
+        first_targets, before = np.empty(len(ends), np.int64), 0
+        for number, document_end in enumerate(ends.tolist()):
+            targets = learned[before + 1 : document_end]
+            found = int(targets.argmax()) if len(targets) else 0
+            first_targets[number] = found + 1 if len(targets) and targets[found] else document_end - before
+            before = document_end
+        first_targets.tofile(folder / FIRST)
         return About(len(ids), len(ends), largest, digest.hexdigest(), end, [])
     if not tokenizer.is_there:
         unknown = "there is no tokenizer, so it is not known whether documents end in its end-of-text token"

@@ -42,34 +42,22 @@ def tokenize(records: Iterator[Record], tokenizers: Sequence[Tokenizer], done: i
 
     Raises DataError for a record of the other kind, and as `Tokenizer.texts` and `Tokenizer.samples`.
     """
-    records = islice((record for record in records if not _is_empty(record)), done, None)
+    records = (each for each in records if each.row.get("text") != "" or not isinstance(sample_of(each), Text))
+    records = islice(records, done, None)
     first = next(records, None)
     if first is None:
         return
-    everything = chain([first], records)
-    if isinstance(sample_of(first), Text):
-        yield from _documents(everything, tokenizers, first.where)
-    else:
-        yield from _conversations(everything, tokenizers, first.where)
-
-
-def _is_empty(record: Record) -> bool:
-    return record.row.get("text") == "" and isinstance(sample_of(record), Text)
-
-
-def _documents(records: Iterator[Record], tokenizers: Sequence[Tokenizer], first: str) -> Iterator[Tokenized]:
-    """Each document's tokens, with the tokenizer's special tokens before it and one end-of-text token after it."""
+    kind = Text if isinstance(sample_of(first), Text) else (Conversation, Completion)
+    batches = _batches(_piece(record, kind, first.where) for record in chain([first], records))
+    if kind is not Text:
+        for rows in _by_all(tokenizers, batches, Tokenizer.samples):
+            yield from (Tokenized(row.tokens, row.learned, row.notes) for row in rows)
+        return
     end = tokenizers[0].end
-    for made in _by_all(tokenizers, _batches(_text(record, first) for record in records), Tokenizer.texts):
-        for ids in made:
+    for documents in _by_all(tokenizers, batches, Tokenizer.texts):
+        for ids in documents:  # with the tokenizer's special tokens before the text; one end-of-text token follows it
             ended = len(ids) > 0 and ids[-1] == end
             yield Tokenized(ids if ended else np.append(ids, np.int32(end)))
-
-
-def _conversations(records: Iterator[Record], tokenizers: Sequence[Tokenizer], first: str) -> Iterator[Tokenized]:
-    for made in _by_all(tokenizers, _batches(_sample(record, first) for record in records), Tokenizer.samples):
-        for row in made:
-            yield Tokenized(row.tokens, row.learned, row.notes)
 
 
 def _by_all(
@@ -119,25 +107,9 @@ def _batches(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
         yield some
 
 
-def _text(record: Record, first: str) -> TextPiece:
-    text: str = _of_kind(record, Text, first).text
-    try:
-        return TextPiece(record.where, text.encode())
-    except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can express and no tokenizer takes
-        raise DataError(f"not UTF-8 text: {error}", where=record.where) from None
-
-
-def _sample(record: Record, first: str) -> TextPiece:
-    sample: Conversation | Completion = _of_kind(record, (Conversation, Completion), first)
-    messages = len(sample.messages) if isinstance(sample, Conversation) else 0
-    try:
-        return TextPiece(record.where, json.dumps(vars(sample)).encode(), messages)
-    except (TypeError, ValueError, RecursionError) as error:  # parquet has types that JSON does not have
-        raise DataError(f"a message that JSON cannot express: {error}", where=record.where) from None
-
-
-def _of_kind(record: Record, kind: Any, first: str) -> Any:
-    """The record's sample, which must be of the `kind` of the first record, whose place is `first`."""
+def _piece(record: Record, kind: Any, first: str) -> TextPiece:
+    """What a tokenizer's process gets of a record, whose sample must be of the `kind` of the first record, whose place
+    is `first`: a document as UTF-8, a conversation as JSON."""
     sample = sample_of(record)
     if not isinstance(sample, kind):
         raise DataError(
@@ -145,4 +117,12 @@ def _of_kind(record: Record, kind: Any, first: str) -> Any:
             where=record.where,
             do=f"All rows must be like the first ({one_line(first)}). Use data.blend for both kinds.",
         )
-    return sample
+    try:
+        if isinstance(sample, Text):
+            return TextPiece(record.where, sample.text.encode())
+        messages = len(sample.messages) if isinstance(sample, Conversation) else 0
+        return TextPiece(record.where, json.dumps(vars(sample)).encode(), messages)
+    except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can express and no tokenizer takes
+        raise DataError(f"not UTF-8 text: {error}", where=record.where) from None
+    except (TypeError, ValueError, RecursionError) as error:  # parquet has types that JSON does not have
+        raise DataError(f"a message that JSON cannot express: {error}", where=record.where) from None

@@ -44,21 +44,15 @@ def _records(path: Path, _column: str | None) -> Iterator[Record]:
 def is_json_lines(path: Path) -> bool:
     """Whether a file is named as JSON lines, or is a `.json` that begins with two of them."""
     name = path.name.lower()
+    if name.removesuffix(".gz").endswith((".jsonl", ".ndjson")):
+        return True
     if name.endswith(".json.gz"):
-        return not _is_list(path)
-    named = name.removesuffix(".gz").endswith((".jsonl", ".ndjson"))
-    return named or (name.endswith(".json") and _begins_with_two_objects(path))
-
-
-def _is_list(path: Path) -> bool:
-    begin = begins_with(path, 1 << 12)
-    with suppress(zlib.error):  # of a damaged file, or one that gzip has not packed
-        begin = zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(begin, 64)
-    return begin.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
-
-
-def _begins_with_two_objects(path: Path) -> bool:
-    if not begins_with(path, 4).lstrip(b"\xef\xbb\xbf").startswith(b"{"):  # a list on one line may not fit into memory
+        begin = begins_with(path, 1 << 12)
+        with suppress(zlib.error):  # of a damaged file, or one that gzip has not packed
+            begin = zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(begin, 64)
+        return not begin.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+    # A list on one line may not fit into memory: the line is only read of what begins with an object
+    if not name.endswith(".json") or not begins_with(path, 4).lstrip(b"\xef\xbb\xbf").startswith(b"{"):
         return False
     with open(path, "rb") as file:
         return file.readline(MOST_CHARACTERS).rstrip().endswith(b"}") and file.read(1) == b"{"

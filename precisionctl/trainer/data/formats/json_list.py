@@ -24,7 +24,16 @@ def _records(path: Path, column: str | None) -> Iterator[Record]:
     text, where = _Text(path), str(path)
     try:
         if text.next() != "[":
-            yield _one_row(text.value(where), where, column)
+            # A row, as data sets of many small files have it; or the description of a data set beside its files
+            record = a_row(text.value(where), where)
+            if not makes_samples(record.row, column):
+                raise DataError(
+                    "a JSON file that is no row of data",
+                    where=where,
+                    do="Give the files of rows themselves, or a folder of nothing else; what `datasets` reads is "
+                    "DIRECTORY:SPLIT.",
+                )
+            yield record
             text.skip("")
             return
         text.skip("[")
@@ -43,19 +52,6 @@ def _records(path: Path, column: str | None) -> Iterator[Record]:
     except (ValueError, RecursionError) as error:
         why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)  # its place is one in what was read
         raise DataError(f"not JSON: {why}", where=where, do="A row on each line is .jsonl.") from None
-
-
-def _one_row(value: object, where: str, column: str | None) -> Record:
-    """The row that a whole file is, as data sets of many small files have it. Raises DataError for an object that is
-    something else, such as the description of a data set beside its files."""
-    record = a_row(value, where)
-    if makes_samples(record.row, column):
-        return record
-    raise DataError(
-        "a JSON file that is no row of data",
-        where=where,
-        do="Give the files of rows themselves, or a folder of nothing else; what `datasets` reads is DIRECTORY:SPLIT.",
-    )
 
 
 class _Text:
