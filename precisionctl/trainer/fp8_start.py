@@ -34,7 +34,6 @@ from precisionctl.fp8.state import (
     CALIBRATED,
     COLLECTED,
     IN_USE,
-    DelayedScaling,
     Fp8State,
     Fp8States,
     Role,
@@ -83,29 +82,40 @@ def start_fp8(run: Run, state: KnownState, sidecar_state: Fp8States | None, *, c
     carried, left = unused(state, sidecar_state, linears)
     if not linears:
         return Fp8Start({}, carried, left)
-    fresh = {name: Fp8State.fresh(recipe.amax_history_len, _shape(linear)) for name, linear in linears.items()}
+    shapes = {name: _shape(linear) for name, linear in linears.items()}
+    fresh = {name: Fp8State.fresh(recipe.amax_history_len, shape) for name, shape in shapes.items()}
     if cold:
         for name, linear in linears.items():
             linear.set_fp8_state(fresh[name])
         notes = ("cold start: scale 1 and empty histories everywhere",)
         return Fp8Start({"never recorded": _all_gemms(linears)}, None, notes)
-    shapes = {name: state.shape for name, state in fresh.items()}
-    known = [_fitting(states, shapes, recipe) for states in state.usable]
-    if not all(_recorded(name, fresh, known) for name in linears):
+
+    known: list[tuple[StateOrigin, Mapping[str, Fp8State]]] = []  # in the order of preference
+    for states in state.usable:
+        mine = replace(states, modules={name: each for name, each in states.modules.items() if name in shapes})
+        check_modules(mine, shapes)
+        known.append((_PRODUCERS.get(states.producer, "carried"), under_recipe(recipe, mine)))
+    first = {
+        name: first_recorded([*(modules[name] for _, modules in known if name in modules), fresh[name]])
+        for name in linears
+    }
+    activations = [role for role in IN_USE if role != "weight"]
+    if not all(bool(each.roles[role].recorded_each.all()) for each in first.values() for role in activations):
         recorder = Recorder(run.recipe.precision, run.device, run.world)
         with run.model.recorded_by(recorder):
             for batch, targets in islice(run.feed.upcoming(run.position), run.recipe.train.warmup_passes):
                 recording_pass(run.model, batch, targets)
-        known.append(("warm-up", recorder.states()))
-    first = {
-        name: first_recorded([modules[name] for _, modules in known if name in modules] or [fresh[name]])
-        for name in linears
-    }
+        recorded = recorder.states()
+        known.append(("warm-up", recorded))
+        first = {name: first_recorded([each, recorded.get(name, fresh[name])]) for name, each in first.items()}
+
     change = carry_state(Fp8States(recipe, first), amax_by_module(_weight_amax(run, linears), shapes), recipe)
     sources = {name: _complete(name, linear, change, known) for name, linear in linears.items()}
-    if any(states.has_router_weights for states in state.usable):
-        left += (f"{FC2_OF_EXPERTS} after multiplication by the router's weights; this trainer multiplies later",)
-    return Fp8Start(_counts(sources), carried, (*left, *_recipe_notes(state, recipe), *_notes(change, sources)))
+    counts: dict[StateOrigin, dict[Role, int]] = {}
+    for role in IN_USE:
+        for origin, number in sum((roles[role] for roles in sources.values()), Counter[StateOrigin]()).items():
+            counts.setdefault(origin, {})[role] = number
+    return Fp8Start(counts, carried, (*left, *_notes(state, change, sources)))
 
 
 def start_collecting(run: Run, found: Fp8States | None) -> Fp8Start:
@@ -155,26 +165,6 @@ def _weight_amax(run: Run, linears: Mapping[str, Fp8Linear]) -> dict[str, float]
     return dict(zip(weights, run.world.all_reduce_max(mine).tolist(), strict=True))
 
 
-Known = Sequence[tuple[StateOrigin, Mapping[str, Fp8State]]]
-"""States by module, each with its origin, in the order of preference."""
-
-
-def _fitting(
-    states: Fp8States, shapes: Mapping[str, tuple[int, ...]], recipe: DelayedScaling
-) -> tuple[StateOrigin, Mapping[str, Fp8State]]:
-    """The states of the run's modules, under its recipe, and where they are from. Raises MappingError for another
-    number of experts."""
-    mine = replace(states, modules={name: state for name, state in states.modules.items() if name in shapes})
-    check_modules(mine, shapes)
-    return _PRODUCERS.get(states.producer, "carried"), under_recipe(recipe, mine)
-
-
-def _recorded(name: str, fresh: Mapping[str, Fp8State], known: Known) -> bool:
-    """Whether activations and gradients of a linear were recorded, for each expert."""
-    state = first_recorded([*(modules[name] for _, modules in known if name in modules), fresh[name]])
-    return all(bool(state.roles[role].recorded_each.all()) for role in IN_USE if role != "weight")
-
-
 def unused(
     state: KnownState, sidecar_state: Fp8States | None, linears: Collection[str]
 ) -> tuple[Fp8States | None, tuple[str, ...]]:
@@ -188,9 +178,12 @@ def unused(
     return kept, notes
 
 
-def _complete(name: str, linear: Fp8Linear, change: StateChange, known: Known) -> dict[Role, Counter[StateOrigin]]:
+def _complete(
+    name: str, linear: Fp8Linear, change: StateChange, known: Sequence[tuple[StateOrigin, Mapping[str, Fp8State]]]
+) -> dict[Role, Counter[StateOrigin]]:
     """Set a linear's state, in which experts without tokens get the other experts'. Returns, for each role, the number
-    of the linear's GEMMs by the origin of their state."""
+    of the linear's GEMMs by the origin of their state; `known` are states by module with their origins, in the order of
+    preference."""
     state = change.states.modules[name]
     roles = dict(state.roles)
     roles |= {role: from_other_experts(roles[role], role, change.states.recipe) for role in IN_USE}
@@ -211,33 +204,23 @@ def _complete(name: str, linear: Fp8Linear, change: StateChange, known: Known) -
     return sources
 
 
-def _counts(sources: Mapping[str, Mapping[Role, Counter[StateOrigin]]]) -> Mapping[StateOrigin, Mapping[Role, int]]:
-    """The number of GEMMs in all modules, by the origin of their state and by role."""
-    counted = {role: sum((roles[role] for roles in sources.values()), Counter[StateOrigin]()) for role in IN_USE}
-    return {
-        source: {role: counted[role][source] for role in IN_USE if counted[role][source]}
-        for source in dict.fromkeys(source for role in IN_USE for source in counted[role])
-    }
-
-
-def _recipe_notes(state: KnownState, recipe: DelayedScaling) -> Iterator[str]:
-    """What a run does otherwise than the one whose state it starts with."""
-    recorded = state.recorded
+def _notes(
+    state: KnownState, change: StateChange, sources: Mapping[str, Mapping[Role, Counter[StateOrigin]]]
+) -> Iterator[str]:
+    """What a run does otherwise than the one whose state it starts with, and which state is not as it was recorded."""
+    if any(states.has_router_weights for states in state.usable):
+        yield f"{FC2_OF_EXPERTS} after multiplication by the router's weights; this trainer multiplies later"
+    recorded, recipe = state.recorded, change.states.recipe
     if recorded and recorded.producer not in _PRODUCERS and (other := recorded.recipe) != recipe:
         keys = [key for key in vars(recipe) if getattr(other, key) != getattr(recipe, key)]
         theirs, mine = (", ".join(f"{key} {getattr(each, key)}" for key in keys) for each in (other, recipe))
         yield f"the FP8 state is of a run with {theirs}; this recipe has {mine} (--set precision.delayed.KEY=VALUE)"
-
-
-def _notes(change: StateChange, sources: Mapping[str, Mapping[Role, Counter[StateOrigin]]]) -> tuple[str, ...]:
-    notes = [
-        f"{name}: the carried weight amax does not fit the weights; it was computed from them" for name in change.stale
-    ]
+    for name in change.stale:
+        yield f"{name}: the carried weight amax does not fit the weights; it was computed from them"
     for source, consequence in _INCOMPLETE.items():
         modules = [name for name, roles in sources.items() if any(counts[source] for counts in roles.values())]
         if modules:
-            notes.append(f"{counted(len(modules), 'module has', 'modules have')} {consequence}, e.g. {modules[0]}")
-    return tuple(notes)
+            yield f"{counted(len(modules), 'module has', 'modules have')} {consequence}, e.g. {modules[0]}"
 
 
 _INCOMPLETE: Mapping[StateOrigin, str] = {

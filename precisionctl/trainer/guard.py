@@ -84,7 +84,9 @@ class Guard:
             )
         if self._acts:
             self.gaps, self.bf16_until = [], step + self.settings.bf16_steps
-        before, self._in_fp8 = self._in_fp8, self._may_compute_in_fp8(step + 1)
+        scheduled = next((fp8 for until, fp8 in self._phases if step < until), True)
+        held = self._stays_in_bf16 or step < self.bf16_until
+        before, self._in_fp8 = self._in_fp8, scheduled and not held
         if self._in_fp8 and not before:
             self.switched = step
         return self._in_fp8
@@ -141,11 +143,6 @@ class Guard:
 
     def _is_beyond_bound(self, rollback: Rollback) -> bool:
         return 0 < self.settings.jump_at < rollback.jump
-
-    def _may_compute_in_fp8(self, step: int) -> bool:
-        if self._stays_in_bf16 or step <= self.bf16_until:
-            return False
-        return next((fp8 for until, fp8 in self._phases if step <= until), True)
 
 
 def _percents(shares: Sequence[float]) -> str:

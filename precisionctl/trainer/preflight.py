@@ -114,13 +114,10 @@ def free_memory() -> int:
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except OSError:  # elsewhere all memory
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min((available, *_container())) // _ranks_here()
-
-
-def _ranks_here() -> int:
-    """The number of ranks on this machine: torchrun says it; Slurm gives each machine so many, or one less."""
+    # The ranks on this machine: torchrun says how many; Slurm gives each machine so many, or one less
     tasks, nodes = number_in(os.environ, "SLURM_STEP_NUM_TASKS", 1), number_in(os.environ, "SLURM_STEP_NUM_NODES", 1)
-    return max(1, number_in(os.environ, "LOCAL_WORLD_SIZE", -(-tasks // max(1, nodes))))
+    ranks_here = number_in(os.environ, "LOCAL_WORLD_SIZE", -(-tasks // max(1, nodes)))
+    return min((available, *_container())) // max(1, ranks_here)
 
 
 def _container(group: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:

@@ -70,16 +70,22 @@ def read_recipe(settings: Settings, known: Mapping[str, Any] = MappingProxyType(
     name = settings.recipe or {"bf16": "bf16", "fp8": "fp8-delayed", "nvfp4": "nvfp4"}[settings.precision]
     recipe = load_recipe(name, settings.overrides, known)
     recipe = replace(recipe, precision=replace(recipe.precision, fp8=settings.precision != "bf16"))
-    _check_codes(settings, recipe)
+    precision = recipe.precision
+    if settings.precision != precision.option:
+        others = "nvfp4" if settings.precision == "nvfp4" else " or ".join(FP8_SCALINGS)
+        raise RecipeError(
+            f"--precision {settings.precision}, but precision.scaling = {precision.scaling} is {precision.codes}",
+            do=f"Give --precision {precision.option}, or --set precision.scaling={others}.",
+        )
     if settings.shadow_every is not None:
         recipe = replace(recipe, guard=replace(recipe.guard, shadow_every=settings.shadow_every))
-    if not recipe.precision.fp8 and is_guarded(recipe):
+    if not precision.fp8 and is_guarded(recipe):
         raise RecipeError(
             "a guard and precision.schedule need a run in FP8 or NVFP4, and this one is in BF16",
             do="Give --precision fp8 or nvfp4, or leave out --shadow-every, guard.shadow_every, guard.jump_at and "
             "precision.schedule.",
         )
-    stateful = recipe.precision.keeps_state
+    stateful = precision.keeps_state
     options = {"--cold-start empties": settings.cold_start, "--fp8-state is": settings.fp8_state}
     if not stateful and (given := [what for what, value in options.items() if value]):
         raise RecipeError(
@@ -90,35 +96,24 @@ def read_recipe(settings: Settings, known: Mapping[str, Any] = MappingProxyType(
         raise RecipeError(
             "--cold-start starts without FP8 state, and --fp8-state gives one", do="Leave one of them out."
         )
-    if recipe.precision.delayed.fp8_dpa or recipe.precision.delayed.fp8_mha:
+    if precision.delayed.fp8_dpa or precision.delayed.fp8_mha:
         raise RecipeError(
             "precision.delayed.fp8_dpa and fp8_mha put attention into FP8, which is not supported here",
             do="Leave them out.",
         )
     require(recipe.tracking)
-    if settings.collect_amax and recipe.precision.fp8:
+    if settings.collect_amax and precision.fp8:
         why = (
             "delayed scaling records amaxes anyway" if stateful else "this run's scaling takes its own, and keeps none"
         )
         raise RecipeError(
-            f"--collect-amax is for BF16 runs, and this one is in {recipe.precision.codes}",
+            f"--collect-amax is for BF16 runs, and this one is in {precision.codes}",
             do=f"Leave --collect-amax out: {why}.",
         )
     recipe = with_data(recipe, settings.data)
     if recipe.data.held_out:
         check_path(recipe.data.held_out)
     return recipe
-
-
-def _check_codes(settings: Settings, recipe: Recipe) -> None:
-    """Raise RecipeError if the command line asks for other codes than those of the recipe's scaling."""
-    precision = recipe.precision
-    if settings.precision != precision.option:
-        others = "nvfp4" if settings.precision == "nvfp4" else " or ".join(FP8_SCALINGS)
-        raise RecipeError(
-            f"--precision {settings.precision}, but precision.scaling = {precision.scaling} is {precision.codes}",
-            do=f"Give --precision {precision.option}, or --set precision.scaling={others}.",
-        )
 
 
 def is_guarded(recipe: Recipe) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import log2
 
-from precisionctl.model.model_parts import HyperConnections, NgramEmbedding
+from precisionctl.model.model_parts import HyperConnections
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.recurrent_parts import GatedDeltaNet, Mamba
 from precisionctl.model.sparse_parts import CSA
@@ -148,7 +148,10 @@ def _layer(model: ModelShape, layer: int, kept: BytesKept, length: int) -> float
     if model.attn_res_block_size:
         made += _attention_residuals(model, layer, model.attn_res_block_size) / kept.tokens
     if model.ple and model.has_ngrams(layer):
-        made += _ngrams(model, model.ple)
+        # Rows of the table of n-grams and what stands there; what three norms read, in FP32 and normalised, and two of
+        # them give; the value, what the convolution reads, and what it gives
+        rows = 8 * model.ple.heads + 2 * model.ple.embed_dim
+        made += rows + (3 * 8 + 2 * 2 + 2 + 2) * model.streams_size + 2 * model.hidden_size
     if model.csa:
         return made + read + _compressed_attention(model, model.csa, layer, kept, length)
     if model.mamba and model.has_mixer(layer):
@@ -158,7 +161,9 @@ def _layer(model: ModelShape, layer: int, kept: BytesKept, length: int) -> float
         net = _kimi_delta_attention if model.gdn.kda else _delta_net
         made += read + net(model.gdn, kept) / kept.tensor
     elif model.has_short_conv(layer):
-        made += read + _short_conv(model, kept) / kept.tensor
+        # The gates and what the first one lets through, what the convolution reads and gives, and what both leave of it
+        of_convolution = 2 * model.short_conv_size + (2 + 2 + kept.input) * model.hidden_size
+        made += read + of_convolution / kept.tensor
     elif model.has_attention(layer):
         attention, shares_kv = model.of_layer(layer), model.shares_kv(layer)
         of_blocks = model.msa is not None and model.has_indexer(layer) and length > model.msa.dense_length
@@ -253,12 +258,6 @@ def _kimi_delta_attention(gdn: GatedDeltaNet, kept: BytesKept) -> float:
     return made + rule + (kept.norm + 4 + 4 + 2 + kept.input) * gdn.value_size
 
 
-def _short_conv(model: ModelShape, kept: BytesKept) -> float:
-    """Bytes that a short convolution saves for the backward for each token: the gates and what the first one lets
-    through, what the convolution reads and gives, and what both gates leave of it."""
-    return 2 * model.short_conv_size + (2 + 2 + kept.input) * model.hidden_size
-
-
 def _mixer(mamba: Mamba, kept: BytesKept) -> float:
     """Bytes that a Mamba-2 mixer saves for the backward for each token, in rows of several chunks."""
     heads, vectors = mamba.num_heads, 2 * mamba.num_groups * mamba.state_dim
@@ -291,12 +290,6 @@ def _read_streams(model: ModelShape) -> float:
     if model.mhc and model.mhc.lowrank:
         return (4 + 4 + 2 + 4) * model.streams_size + (2 + 2) * model.mhc.lowrank
     return (2 + 4 + 4) * model.streams_size
-
-
-def _ngrams(model: ModelShape, ple: NgramEmbedding) -> float:
-    """Bytes that embeddings of n-grams save for each token: rows of the table and what stands there; what three norms
-    read, in FP32 and normalised, and two of them give; the value, what the convolution reads, and what it gives."""
-    return 8 * ple.heads + 2 * ple.embed_dim + (3 * 8 + 2 * 2 + 2 + 2) * model.streams_size + 2 * model.hidden_size
 
 
 def _streams(model: ModelShape, mhc: HyperConnections) -> float:

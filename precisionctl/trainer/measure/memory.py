@@ -48,7 +48,8 @@ def estimate(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: 
     fp8_lm = recipe.optimizer.preset == "fp8-lm"
     whole = alone or fp8_lm  # otherwise FSDP2 shards parameters, which are then their own master weights
     masters, gradient = (2, 2) if fp8_lm else (4, 4)
-    by_muon = mine * parameters.matrices_of_muon // parameters.all if recipe.optimizer.by_muon else 0
+    matrices = parameters.all - parameters.vocabulary if recipe.optimizer.by_muon else 0  # as `param.muon_takes`
+    by_muon = mine * matrices // parameters.all
     moments = 4 * (2 * mine - by_muon)  # Muon keeps one number of each
     several = recipe.train.batch_size * recipe.parallel.tensor // ranks > recipe.train.micro_batch_size
     after = max(2 * parameters.all if whole else 0, 0 if several else gradient * mine)

@@ -59,11 +59,6 @@ class Parameters:
     def all(self) -> int:
         return sum(self.dense) + sum(self.experts) + self.outside
 
-    @property
-    def matrices_of_muon(self) -> int:
-        """Of what Muon takes (`param.muon_takes`)."""
-        return self.all - self.vocabulary
-
     def layers(self, parallel: ParallelSettings) -> list[int]:
         """The parameters of each layer that a rank has while the layer computes."""
         each = zip(self.dense, self.experts, strict=True)

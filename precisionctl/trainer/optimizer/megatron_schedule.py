@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from precisionctl.errors import DamagedCheckpoint, damage, shown
-from precisionctl.recipe import MUON_KEYS, Optimizer, Recipe
+from precisionctl.recipe import MUON_KEYS, Recipe
 from precisionctl.untrusted.safe_pickle import is_count
 
 _SKIP = "Use --skip schedule: then the recipe's schedule begins at its start."
@@ -110,7 +110,10 @@ def megatron_scheduler(recipe: Recipe, schedule: MegatronSchedule | None, step: 
 
 def training_args(recipe: Recipe, schedule: MegatronSchedule | None, position: int) -> dict[str, object]:
     """Megatron's arguments of a run that has taken `position` rows, as a checkpoint with its optimizer has them."""
-    train = recipe.train
+    train, of_muon = recipe.train, {}
+    if recipe.optimizer.by_muon:  # the recipe's keys have its names; tensor ranks orthogonalize a matrix as a whole
+        keys = {key: getattr(recipe.optimizer, key) for key in MUON_KEYS}
+        of_muon = {"optimizer": "muon", "muon_tp_mode": "duplicated", **keys}
     return {
         "no_save_optim": False,
         "consumed_train_samples": position,
@@ -119,13 +122,8 @@ def training_args(recipe: Recipe, schedule: MegatronSchedule | None, position: i
         "train_iters": train.steps,
         "clip_grad": recipe.optimizer.clip_norm,
         **_schedule_args(recipe, schedule),
-        **(_muon_args(recipe.optimizer) if recipe.optimizer.by_muon else {}),
+        **of_muon,
     }
-
-
-def _muon_args(settings: Optimizer) -> dict[str, object]:
-    """Muon's arguments, whose names the recipe's keys have. Tensor-parallel ranks orthogonalize a matrix as a whole."""
-    return {"optimizer": "muon", "muon_tp_mode": "duplicated", **{key: getattr(settings, key) for key in MUON_KEYS}}
 
 
 def read_muon_args(args: Mapping[str, Any]) -> dict[str, Any]:

@@ -196,19 +196,14 @@ def together() -> Iterator[Ranks]:
             with suppress(Exception):
                 while ranks.store.add("failed ranks", 0) < ranks.count and time.monotonic() < until:
                     time.sleep(0.02)
-        if _is_of_a_collective(error):
+        # What PyTorch raises in a collective when another rank has ended. gloo's has no type, but names its source file
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
             first_line = next(iter(str(error).splitlines()), type(error).__name__)
             raise EnvironmentProblem(
                 f"another rank ended without a message: {first_line}",
                 do="Was it killed? The same command continues from the newest checkpoint.",
             ) from error
         raise
-
-
-def _is_of_a_collective(error: Exception) -> bool:
-    """Whether PyTorch raised it in a collective, as it does when another rank has ended. gloo's has no type, but names
-    gloo's source file."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 @contextmanager

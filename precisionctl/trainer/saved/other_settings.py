@@ -1,7 +1,6 @@
 """The optimizer's settings of the run that wrote a checkpoint, and where a recipe's differ. A run always takes its
 recipe's, so a difference is only said."""
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,35 +17,25 @@ from precisionctl.trainer.saved.run_folder import saved_of
 def other_settings(source: Reader, run: TrainerRun | None, settings: Optimizer) -> str:
     """In words, which settings of the optimizer that trained a checkpoint differ from the recipe's, and how to keep
     them; empty if none does. `run` is as by `others_run`."""
-    here = asdict(settings)
-    before = _settings_of_run(source) if run is None else _settings_of_other(source, run)
+    here, before = asdict(settings), dict[str, Any]()
+    if run is not None:  # another program's, as far as its checkpoint says them; Megatron's arguments are unchecked
+        before |= zip(("beta1", "beta2"), run.settings.get("betas", ()), strict=False)
+        keys = {"eps": "epsilon", "weight_decay": "weight_decay"}
+        before |= {ours: run.settings[key] for key, ours in keys.items() if key in run.settings}
+        if of_megatron(source):
+            before["clip_norm"] = source.args.get("clip_grad")
+            before |= read_muon_args(source.args) if run.muon else {}
+        before |= {"muon_momentum": run.muon["momentum"]} if run.muon else {}
+    elif saved := saved_of(source):  # those in the `run.json` of a run of ours; unchecked
+        of_optimizer = {key: value for key, value in saved.identity.items() if key.startswith("optimizer.")}
+        before |= {key.removeprefix("optimizer."): value for key, value in of_optimizer.items()}
+        if saved.schedule:  # Megatron's rates, which the run continued
+            before.pop("lr", None)
     return ", ".join(
         f"{key} {_said(value)}, here {_said(here[key])} ({_advice(key, value)})"
         for key, value in before.items()
         if key in here and isinstance(value, bool | int | float | str) and value != here[key]
     )
-
-
-def _settings_of_run(source: Reader) -> Mapping[str, Any]:
-    """Those in the `run.json` of a run of ours, by the recipe's keys; unchecked."""
-    saved = saved_of(source)
-    keys = {} if saved is None else saved.identity
-    found = {key.removeprefix("optimizer."): value for key, value in keys.items() if key.startswith("optimizer.")}
-    if saved and saved.schedule:  # Megatron's rates, which the run continued
-        found.pop("lr", None)
-    return found
-
-
-def _settings_of_other(source: Reader, run: TrainerRun) -> Mapping[str, Any]:
-    """Those of another program's run, by the recipe's keys, as far as its checkpoint says them; Megatron's arguments
-    are unchecked."""
-    found = dict(zip(("beta1", "beta2"), run.settings.get("betas", ()), strict=False))
-    keys = {"eps": "epsilon", "weight_decay": "weight_decay"}
-    found |= {ours: run.settings[key] for key, ours in keys.items() if key in run.settings}
-    if of_megatron(source):
-        found |= {"clip_norm": source.args.get("clip_grad")}
-        found |= read_muon_args(source.args) if run.muon else {}
-    return found | ({"muon_momentum": run.muon["momentum"]} if run.muon else {})
 
 
 def _said(value: object) -> str:
