@@ -16,7 +16,6 @@ from typing import Literal
 import torch
 
 from precisionctl.calibration.progress import Progress
-from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.output import Output, disk_problems
 from precisionctl.codes.statistics import AMAX, Statistics
@@ -28,11 +27,10 @@ from precisionctl.errors import OutputError, PrecisionError, RecipeError
 from precisionctl.fp8.state import CALIBRATED, Fp8States, Role
 from precisionctl.paths import StrPath
 from precisionctl.planning.make_plan import make_plan
-from precisionctl.planning.plan import Plan
 from precisionctl.recipe import Recipe, load_recipe
 from precisionctl.sizes import counted
 from precisionctl.tokens.tokenizer import open_tokenizer
-from precisionctl.trainer.backends.choose import BackendName, choose_backend
+from precisionctl.trainer.backends.choose import choose_backend
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.data import Blend, Feed, Rows
 from precisionctl.trainer.model.gpt import GPT
@@ -108,7 +106,16 @@ def calibrate(calibration: Calibration, on_pass: OnPass = lambda done, total: No
     and the others SystemExit.
     """
     with together() as ranks:
-        recipe = _recipe(calibration)
+        if calibration.passes < 1:
+            raise RecipeError(f"passes = {calibration.passes} must be 1 or above")
+        recipe = load_recipe(calibration.recipe or "fp8-delayed", calibration.overrides)
+        precision = replace(recipe.precision, fp8=True)
+        if not precision.keeps_state:
+            raise RecipeError(
+                f"{precision.scaling} scaling keeps no state to calibrate",
+                do="Choose a recipe with precision.scaling=delayed.",
+            )
+        recipe = with_data(replace(recipe, precision=precision), calibration.data)
         with world(ranks, recipe) as here:
             return _calibrate(calibration, recipe, here, on_pass)
 
@@ -124,20 +131,30 @@ def _calibrate(calibration: Calibration, recipe: Recipe, world: World, on_pass: 
     with open_tokenizer(source.companions, source.path) as tokenizer:
         rows = tokenized_rows(recipe.data, tokenizer, source.model)
     rows = rows.shared_by(recipe.parallel.token_ranks)
+
     at_once = min(recipe.train.micro_batch_size, recipe.train.batch_size // world.data_count) * world.data_count
-    passes, notes = _passes(calibration.passes, len(rows), at_once)
+    # Rows are not used twice, as they would record the same amaxes again
+    passes, notes = min(calibration.passes, max(1, len(rows) // at_once)), [*rows.notes]
+    if passes < calibration.passes:
+        have = f"the data has {counted(len(rows), 'row')}, {at_once} for a pass"
+        notes.append(f"{counted(passes, 'pass', 'passes')} instead of {calibration.passes}: {have}")
     # With several ranks a pass has the rows of all
     shared = {"ranks": world.data_count} if world.data_count > 1 else {}
     identity = run_folder.identity(source, rows.fingerprint, recipe, passes=passes, backend=backend, **shared)
+
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = _model(source, plan, recipe, backend, device, world)  # what it refuses leaves nothing at `output`
+    balance, recompute = balance_of(source, recipe.router), recipe.train.recompute == "layer"
+    with Undrawn():  # what it refuses leaves nothing at `output`
+        model = GPT(plan.model, recipe.precision, backend, torch.bfloat16, device, world, recompute, balance)
+    model.requires_grad_(False)  # of weights: that saves a third of the work and changes nothing recorded
+
     progress = Progress(output, identity, world)
     with disk_problems(output), progress.locked(), stop_signals() as received:
         recorder, weights = Recorder(recipe.precision, device, world), digest_weights(source)
         if written := progress.finished():
             progress.clear()
-            notes = (*notes, "it was written before: this command was killed right after")
-            return Calibrated(calibration.out, written, passes, at_once, (*rows.notes, *notes), None, world.first)
+            notes.append("it was written before: this command was killed right after")
+            return Calibrated(calibration.out, written, passes, at_once, tuple(notes), None, world.first)
         before = progress.load(recorder)
         parameters = dict(model.named_parameters())
         convert(plan.text, source, LiveModel(plan.model, parameters, shards=model.shards.tensors))
@@ -153,20 +170,7 @@ def _calibrate(calibration: Calibration, recipe: Recipe, world: World, on_pass: 
         states = _states(recorder, source.iteration, weights, model.shards)
         if not stopped:
             progress.finish(states)
-    return Calibrated(calibration.out, states, passes, at_once, (*rows.notes, *notes), stopped, world.first)
-
-
-def _recipe(calibration: Calibration) -> Recipe:
-    if calibration.passes < 1:
-        raise RecipeError(f"passes = {calibration.passes} must be 1 or above")
-    recipe = load_recipe(calibration.recipe or "fp8-delayed", calibration.overrides)
-    precision = replace(recipe.precision, fp8=True)
-    if not precision.keeps_state:
-        raise RecipeError(
-            f"{precision.scaling} scaling keeps no state to calibrate",
-            do="Choose a recipe with precision.scaling=delayed.",
-        )
-    return with_data(replace(recipe, precision=precision), calibration.data)
+    return Calibrated(calibration.out, states, passes, at_once, tuple(notes), stopped, world.first)
 
 
 def _output(calibration: Calibration) -> Output:
@@ -184,33 +188,6 @@ def _output(calibration: Calibration) -> Output:
             do="Choose a place outside it. `convert --fp8-state` makes a checkpoint that has the state in it.",
         )
     return output
-
-
-def _passes(asked: int, rows: int, at_once: int) -> tuple[int, tuple[str, ...]]:
-    """The number of passes, and a note if the data has too few rows for those asked for. Rows are not used twice, as
-    they would record the same amaxes again."""
-    passes = min(asked, max(1, rows // at_once))
-    if passes == asked:
-        return passes, ()
-    have = f"the data has {counted(rows, 'row')}, {at_once} for a pass"
-    return passes, (f"{counted(passes, 'pass', 'passes')} instead of {asked}: {have}",)
-
-
-def _model(source: Reader, plan: Plan, recipe: Recipe, backend: BackendName, device: torch.device, world: World) -> GPT:
-    """The model in BF16, without its values yet. Its weights take no gradients: that saves a third of the work and
-    changes nothing recorded."""
-    with Undrawn():
-        model = GPT(
-            plan.model,
-            recipe.precision,
-            backend,
-            torch.bfloat16,
-            device,
-            world=world,
-            recompute=recipe.train.recompute == "layer",
-            balance=balance_of(source, recipe.router),
-        )
-    return model.requires_grad_(False)
 
 
 def _record(model: GPT, recorder: Recorder, rows: Rows | Blend, recipe: Recipe, numbers: range) -> Iterator[int]:

@@ -38,24 +38,19 @@ class Progress:
             self._world.barrier()
             yield
             return
-        self._output.check_links()
-        self._output.partial.mkdir(parents=True, exist_ok=True)
-        with open_kept(self._output.partial / "lock") as file:
-            lock(file, OutputError("another process is calibrating to this file", where=self._output.path))
-            self._sign()
-            self._world.barrier()
-            yield
-
-    def _sign(self) -> None:
-        """Write the identity, unless a calibration has begun there already."""
         partial = self._output.partial
         identity, ours = partial / _IDENTITY, ("lock", f"{_IDENTITY}.new")
-        if identity.is_file():
-            return
-        if others := [path.name for path in partial.iterdir() if path.name not in ours]:
-            raise OutputError(f"{others[0]} is there, and no calibration left it", where=partial)
-        self._output.check_free()
-        replace_file(identity, json.dumps(self._identity, indent=1))
+        self._output.check_links()
+        partial.mkdir(parents=True, exist_ok=True)
+        with open_kept(partial / "lock") as file:
+            lock(file, OutputError("another process is calibrating to this file", where=self._output.path))
+            if not identity.is_file():  # else a calibration has begun there already
+                if others := [path.name for path in partial.iterdir() if path.name not in ours]:
+                    raise OutputError(f"{others[0]} is there, and no calibration left it", where=partial)
+                self._output.check_free()
+                replace_file(identity, json.dumps(self._identity, indent=1))
+            self._world.barrier()
+            yield
 
     def load(self, recorder: Recorder) -> int:
         """Load the states of earlier calls into a recorder. Returns the number of their passes.

@@ -19,7 +19,9 @@ def core_log() -> Iterator[Callable[[Path | None], None]]:
     that shows them."""
     kept, errors = MemoryHandler(capacity=1, flushLevel=logging.WARNING), logging.StreamHandler()
     kept.setLevel(logging.WARNING)
-    kept.addFilter(_is_not_about_overwriting)
+    # megatron-core sees our `run.json`, which is written first, and warns that it overwrites a broken checkpoint
+    of_overwriting = "Overwriting old incomplete / corrupted checkpoint"
+    kept.addFilter(lambda record: not record.getMessage().startswith(of_overwriting))
     errors.setLevel(logging.ERROR)
     with ExitStack() as until:
 
@@ -48,9 +50,3 @@ def core_log() -> Iterator[Callable[[Path | None], None]]:
                 kept.setTarget(shown)
                 kept.flush()
             raise
-
-
-def _is_not_about_overwriting(record: logging.LogRecord) -> bool:
-    """Leaves out megatron-core's warning that it overwrites a broken checkpoint: it sees our `run.json`, which is
-    written first."""
-    return not record.getMessage().startswith("Overwriting old incomplete / corrupted checkpoint")

@@ -24,21 +24,17 @@ def core_memory(model: ModelShape, recipe: Recipe, backend: BackendName, *, rank
     experts = sum(parameters.experts) // (sizes.tensor * sizes.pipeline * sizes.expert)
     dense = (parameters.all - sum(parameters.experts)) // (sizes.tensor * sizes.pipeline)
     shared = dense / (stage // sizes.tensor) + experts / max(1, stage // (sizes.tensor * sizes.expert))
+    # Megatron's vocab_parallel_cross_entropy holds logits in FP32, besides the BF16 ones or their gradients, and the
+    # BF16 copy in which the columns of padding are filled (`core_model.py`, _leave_out_padding)
+    passes = pass_bytes(model, recipe, backend, lambda logits: (2 + 2 + 4) * logits)
     interleaved = 1 + (sizes.pipeline - 1) / (sizes.pipeline * sizes.virtual) if sizes.virtual > 1 else 1
     return Memory(
         weights=2 * (dense + experts),
         optimizer=round(12 * shared),
         gradients=4 * (dense + experts),
-        passes=round(pass_bytes(model, recipe, backend, _loss_bytes) / sizes.context * interleaved),
+        passes=round(passes / sizes.context * interleaved),
         process=PROCESS_GPU if gpu else PROCESS_OF_SEVERAL,
     )
-
-
-def _loss_bytes(logits: int) -> int:
-    """Bytes for the loss of this many logits. Megatron's vocab_parallel_cross_entropy holds them in FP32, besides the
-    BF16 logits or their gradients, and the BF16 copy in which the columns of padding are filled
-    (`_leave_out_padding`)."""
-    return (2 + 2 + 4) * logits
 
 
 def core_changes(model: ModelShape, recipe: Recipe, ranks: int) -> Iterator[Iterator[Change]]:

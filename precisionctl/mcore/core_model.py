@@ -1,6 +1,5 @@
 """Megatron-Core's GPTModel for a ModelShape: on a GPU of Transformer Engine's layers, without it of its own."""
 
-from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -92,8 +91,12 @@ def make_stage(config: Any, model: ModelShape, *, te: bool, stage: int | None) -
     if not te:
         from megatron.core.transformer.moe.moe_layer import MoELayer
 
-        layers = block.layer_specs
-        _with_te_names(layers, [getattr(layer.submodules.mlp, "module", None) is MoELayer for layer in layers])
+        for layer in block.layer_specs:  # let them store their norms under the names that TE's layers have
+            names = layer.submodules.sharded_state_dict_keys_map
+            if getattr(layer.submodules.mlp, "module", None) is MoELayer:
+                names.pop("pre_mlp_layernorm.", None)
+            else:
+                names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     later = get_gpt_mtp_block_spec(config, block, te, vp_stage=stage) if model.mtp_num_layers else None
     made = GPTModel(
         config,
@@ -116,16 +119,6 @@ def make_stage(config: Any, model: ModelShape, *, te: bool, stage: int | None) -
         first = made.output_layer.output_size_per_partition * parallel_state.get_tensor_model_parallel_rank()
         _leave_out_padding(made.output_layer, model.vocab_size - first)
     return made.to(config.params_dtype)
-
-
-def _with_te_names(layers: Sequence[Any], has_experts: Sequence[bool]) -> None:
-    """Let layers without Transformer Engine store their norms under the names that layers with it have."""
-    for layer, experts in zip(layers, has_experts, strict=True):
-        names = layer.submodules.sharded_state_dict_keys_map
-        if experts:
-            names.pop("pre_mlp_layernorm.", None)
-        else:
-            names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
 
 
 def _leave_out_padding(output_layer: torch.nn.Module, tokens: int) -> None:

@@ -163,6 +163,11 @@ class CoreRun:
         self.skipped.count(self.step, loss, norm, self.recipe.train.max_skipped)
         seconds = time.perf_counter() - begun
         self.tokens += targets
+        cuda = self.device.type == "cuda"
+        allocated = torch.cuda.max_memory_allocated() if cuda else 0
+        gpu_bytes, most = self.world.all_reduce_max(torch.tensor([allocated, host_bytes()])).tolist()
+        peak = bf16_peak(torch.cuda.get_device_name()) if cuda else None
+        cost = PendingStepCost(flops / self.world.count, peak, gpu_bytes if cuda else None, most)
         return StepMetrics(
             step=self.step,
             loss=loss,
@@ -171,7 +176,7 @@ class CoreRun:
             tokens=self.tokens,
             tokens_per_second=targets / seconds,
             seconds=seconds,
-            cost=self._cost(flops).finish(seconds, ()),
+            cost=cost.finish(seconds, ()),
             skipped=self.skipped.running or None,
         )
 
@@ -202,14 +207,6 @@ class CoreRun:
             total = torch.stack(passes).sum().double().cpu()
         return float(self.world.all_reduce_sum(total))
 
-    def _cost(self, flops: float) -> PendingStepCost:
-        """What the host knows of an update's cost. All ranks share its `flops`."""
-        cuda = self.device.type == "cuda"
-        gpu = torch.cuda.max_memory_allocated() if cuda else 0
-        gpu_bytes, most = self.world.all_reduce_max(torch.tensor([gpu, host_bytes()])).tolist()
-        peak = bf16_peak(torch.cuda.get_device_name()) if cuda else None
-        return PendingStepCost(flops / self.world.count, peak, gpu_bytes if cuda else None, most)
-
 
 def _check_buckets(stages: Sequence[Any]) -> None:
     """Raise RecipeError where Megatron would save an optimizer that is not the one in memory: storing it by parameter
@@ -231,6 +228,7 @@ def _forward(batches: Iterator[Batch], stage: Any) -> tuple[Tensor, Callable[[Te
     Rows are padded at the right, which causal attention does not see. Routers get a mask, so that they do not count
     padding.
     """
+    from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     batch = next(batches)
@@ -238,14 +236,18 @@ def _forward(batches: Iterator[Batch], stage: Any) -> tuple[Tensor, Callable[[Te
     parts = {"tokens": batch.tokens, "labels": batch.labels, "padding": ~batch.padding_mask}
     parts["positions"] = torch.arange(length, device=batch.tokens.device).expand(rows, length)
     parts = get_batch_on_this_cp_rank(parts)
-    learned = parts["labels"] != IGNORED
+    learned, padding = parts["labels"] != IGNORED, parts["padding"]
+    if stage.config.sequence_parallel and not stage.module.pre_process:
+        # 0.16.1 divides it among the ranks only on the first stage (gpt_model.py: _preprocess)
+        parts_of_ranks = padding.chunk(parallel_state.get_tensor_model_parallel_world_size(), 1)
+        padding = parts_of_ranks[parallel_state.get_tensor_model_parallel_rank()]
     losses = stage(
         parts["tokens"],
         parts["positions"],
         None,
         labels=parts["labels"].where(learned, 0),
         loss_mask=learned.float(),
-        padding_mask=_padding_of(stage, parts["padding"]),
+        padding_mask=padding,
     )
 
     def summed(losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -253,15 +255,3 @@ def _forward(batches: Iterator[Batch], stage: Any) -> tuple[Tensor, Callable[[Te
         return total, learned.sum().int(), total.detach()
 
     return losses, summed
-
-
-def _padding_of(stage: Any, padding: Tensor) -> Tensor:
-    """The mask `padding` (True at padding, `[rows, length]`) in the form that this stage expects. With sequence
-    parallelism, 0.16.1 divides it among the ranks only on the first stage (gpt_model.py: _preprocess)."""
-    from megatron.core import parallel_state
-
-    if stage.module.pre_process or not stage.config.sequence_parallel:
-        return padding
-    rank, count = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
-    part: Tensor = padding.chunk(count, 1)[rank]
-    return part

@@ -95,13 +95,12 @@ def _stand_in_for_cuda() -> None:
 
     random.CheckpointFunction.backward = staticmethod(compute_again)
     moe_utils.te_general_gemm = None  # a name that 0.16 misses without Transformer Engine
-    token_dispatcher.maybe_move_tensor_to_cpu = _to_cpu
 
+    def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        """Sizes that collectives take as numbers; Megatron's own converts only tensors on a GPU."""
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
-def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Megatron's `maybe_move_tensor_to_cpu` without a GPU: sizes that collectives take as numbers. Megatron's own
-    converts only tensors on a GPU."""
-    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+    token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
 
 
 @cache

@@ -2,12 +2,11 @@
 Megatron-Core with tensor, pipeline, context and expert parallelism."""
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -35,7 +34,6 @@ from precisionctl.trainer.data import Blend, OnTokens, Rows
 from precisionctl.trainer.fp8_start import FC2_OF_EXPERTS, unused
 from precisionctl.trainer.loop import OnStep
 from precisionctl.trainer.measure.metrics import MetricsLog
-from precisionctl.trainer.model.router_balance import Balance
 from precisionctl.trainer.parallel.shards import check_divisions
 from precisionctl.trainer.parallel.world import together
 from precisionctl.trainer.preflight import checkpoint_bytes, require_disk_space, require_memory
@@ -69,7 +67,11 @@ def resume(
 def _check(plan: RunPlan, ranks: int) -> None:
     check(plan.settings, plan.recipe, ranks)
     check_model(plan.model, plan.recipe)
-    check_balance(plan.balance)
+    if plan.balance.pooled_loss:
+        raise RecipeError(
+            "router.pooled_loss is transformers' loss of all layers together, and Megatron-Core has one of each layer",
+            do=f"Give --set router.pooled_loss=0 --set router.aux_loss={plan.balance.pooled_loss:g}.",
+        )
     if plan.recipe.precision.fp8 and plan.backend != "te":
         raise EnvironmentProblem(
             f"{plan.recipe.precision.codes} in Megatron-Core is Transformer Engine's, and this machine does not run it",
@@ -184,15 +186,6 @@ def check_model(model: ModelShape, recipe: Recipe) -> None:
         )
 
 
-def check_balance(balance: Balance) -> None:
-    """Raise RecipeError for a loss of routers that Megatron-Core does not have."""
-    if balance.pooled_loss:
-        raise RecipeError(
-            "router.pooled_loss is transformers' loss of all layers together, and Megatron-Core has one of each layer",
-            do=f"Give --set router.pooled_loss=0 --set router.aux_loss={balance.pooled_loss:g}.",
-        )
-
-
 def _train(
     plan: RunPlan,
     ranks: Ranks,
@@ -217,9 +210,15 @@ def _train(
     begin = None if newest else _convert_source(plan, rows, ranks, world)
     run = CoreRun(recipe, plan.model, rows, world, plan.schedule, config, te=te)
     if newest:
-        _continue(run, newest, identity, plan)
+        saved = run_folder.read_same(newest, identity, plan.out)
+        core_checkpoint.load(run, newest, loading.trained_run(newest, recipe.optimizer).updates)
+        run.step, run.position, run.skipped = saved.step, saved.position, SkippedSteps(**saved.skips)
     if begin:
-        _start(run, begin)
+        core_checkpoint.load(run, TorchDistReader(begin.folder), begin.updates)
+        run.step, run.position = begin.step, begin.position
+        world.barrier()
+        if world.first:  # the first checkpoint takes its room
+            shutil.rmtree(begin.folder)
     with ExitStack() as stack:
         log: MetricsLog | None = None
         if world.first:
@@ -259,12 +258,6 @@ def _carried_state(plan: RunPlan, newest: TorchDistReader | None) -> tuple[Fp8St
     return states, (*known.notes, *left)
 
 
-def _continue(run: CoreRun, newest: TorchDistReader, identity: Mapping[str, Any], plan: RunPlan) -> None:
-    saved = run_folder.read_same(newest, identity, plan.out)
-    core_checkpoint.load(run, newest, loading.trained_run(newest, plan.recipe.optimizer).updates)
-    run.step, run.position, run.skipped = saved.step, saved.position, SkippedSteps(**saved.skips)
-
-
 @dataclass(frozen=True)
 class _Begin:
     """Where a new run begins: the source, converted into `folder`, and after how many optimizer `updates` (None: from
@@ -297,15 +290,6 @@ def _convert_source(plan: RunPlan, rows: Rows | Blend, ranks: Ranks, world: Core
     execute(plan_command(made), restart=True, ranks=ranks)
     world.barrier()
     return _Begin(folder, updates, step, position)
-
-
-def _start(run: CoreRun, begin: _Begin) -> None:
-    """Load the converted source, and remove it: the first checkpoint takes its room."""
-    core_checkpoint.load(run, TorchDistReader(begin.folder), begin.updates)
-    run.step, run.position = begin.step, begin.position
-    run.world.barrier()
-    if run.world.first:
-        shutil.rmtree(begin.folder)
 
 
 def _notes(plan: RunPlan, begun: int, ranks: int) -> Iterator[str]:

@@ -4,7 +4,7 @@ Hooks on the model's own modules read what `Recorder` is shown by ours, and chan
 them: amaxes stay on the device until the file is written.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,13 +131,16 @@ class RunRecorder:
     def _watch(self, site: GemmSite) -> None:
         """Hook the modules of a GEMM: what goes into the first, or into its norm; the weights of all, before an owner
         frees them; and the gradients of what comes out."""
+        expert_of: dict[str, int | None] = {f"weight{place}": expert for place, expert in enumerate(site.experts)}
+        expert_of = expert_of or {"weight": site.expert}
 
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
             if not self._recording or not torch.is_grad_enabled() or _keeps_state(module):
                 return
             if module is site.linears[0] and site.normed is None:
                 self._record(site, "input", args[0], args, self._mask_of(args[0]))
-            for expert, weight in _weights(module, site):
+            for name, expert in expert_of.items():
+                weight = module.get_parameter(name)
                 self._take(key_of(site.name, expert), "weight", _amax(weight).bfloat16())
 
         def after_norm(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
@@ -204,11 +207,7 @@ class RunRecorder:
                 where=self.out,
                 do="Record around the forward and backward passes of training.",
             )
-        write_part(Output(self.out), self._states())
-
-    def _states(self) -> Fp8States:
-        """What this process has recorded, an expert's as `module[expert]`; of modules that TE computes in FP8, what
-        they have recorded themselves."""
+        # An expert's state is that of `module[expert]`; modules that TE computes in FP8 have recorded theirs themselves
         recipe = self.precision.delayed
         found = self._recorder.states() if self._recorder else {}
         for site in self._gemms:
@@ -222,7 +221,8 @@ class RunRecorder:
                 found.setdefault(key, Fp8State.fresh(recipe.amax_history_len))
         model = self.models[0]
         producer = BY_RECORDER_IN_TRANSFORMERS if in_transformers(model) else BY_RECORDER
-        return Fp8States(recipe, found, producer=producer, iteration=self.iteration, of_weights=digest_of(model))
+        states = Fp8States(recipe, found, producer=producer, iteration=self.iteration, of_weights=digest_of(model))
+        write_part(Output(self.out), states)
 
 
 def _amax(values: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -258,14 +258,6 @@ def _normed_amax(normed: Normed, tokens: Tensor, mask: Tensor | None) -> Tensor:
     parts = torch.split(tokens, rows)
     masks = [None] * len(parts) if mask is None else torch.split(mask, rows)
     return torch.stack([_amax(normed.output(part), kept) for part, kept in zip(parts, masks, strict=True)]).amax()
-
-
-def _weights(linear: nn.Module, site: GemmSite) -> Iterator[tuple[int | None, Tensor]]:
-    """The weights of a linear, each with the number of its expert."""
-    if not site.experts:
-        yield site.expert, linear.get_parameter("weight")
-    for place, expert in enumerate(site.experts):
-        yield expert, linear.get_parameter(f"weight{place}")
 
 
 def _keeps_state(module: nn.Module) -> bool:
