@@ -106,14 +106,11 @@ class MetricsLog:
 
     def sync(self) -> None:
         """Sync the files, to be called before a checkpoint of the same step is written."""
-        for file in self._open_files():
+        for file in filter(None, (self._file, self._shadow_file)):
             os.fsync(file.fileno())
 
-    def _open_files(self) -> list[IO[str]]:
-        return [self._file, *([self._shadow_file] if self._shadow_file else [])]
-
     def close(self) -> None:
-        for file in self._open_files():
+        for file in filter(None, (self._file, self._shadow_file)):
             file.close()
         for tracker in self._trackers:
             tracker.close()

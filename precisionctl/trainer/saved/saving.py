@@ -93,7 +93,8 @@ class Saver:
         pending, world = self._pending, self._run.world
         slowest = int(world.all_reduce_max(torch.tensor(pending.stage)))
         if slowest == _FAILED:
-            pending.raise_error()
+            if pending.error:
+                raise pending.error
             world.barrier()  # raises, as the rank that failed does not get here
         if slowest == _WRITTEN:
             self._pending = None
@@ -178,7 +179,8 @@ class PendingSave:
         copy_towers: Callable[[Writer], None] | None,
     ) -> None:
         self.iteration, self._copy_towers = iteration, copy_towers
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
+        """What the thread has raised."""
         self.thread = Thread(target=self._write, args=(tensors,), daemon=True)
         self.thread.start()
 
@@ -187,12 +189,7 @@ class PendingSave:
         """The stage of the save on this rank."""
         if self.thread.is_alive():
             return _WRITING
-        return _FAILED if self._error else _WRITTEN
-
-    def raise_error(self) -> None:
-        """Raise the thread's error, if any."""
-        if self._error:
-            raise self._error
+        return _FAILED if self.error else _WRITTEN
 
     def _write(self, tensors: LiveModel | Snapshot | None) -> None:
         """Write this rank's rows and sync them."""
@@ -208,7 +205,7 @@ class PendingSave:
                 if self._copy_towers:
                     self._copy_towers(self.iteration.writer)
         except BaseException as error:
-            self._error = error
+            self.error = error
 
 
 def complete(

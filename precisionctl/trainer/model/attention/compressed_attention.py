@@ -115,22 +115,19 @@ class CompressedCore(nn.Module):
         length = key.shape[1]
         mask = keys_seen(length, self.window, key.device).expand(len(key), -1, -1)
         if self.compressor is not None and length >= self.ratio:
+            # of compressed keys those of windows that end before a query or with it, `[S, W]`, or some of them
+            whole = (torch.arange(length, device=key.device) + 1) // self.ratio
+            seen = torch.arange(length // self.ratio, device=key.device) < whole[:, None]
+            if self.indexer is not None:
+                seen = self.indexer(hidden, latent, cos, sin, seen)
+            mask = torch.cat([mask, seen.expand(len(key), -1, -1)], -1)
             key = torch.cat([key, self.compressor(hidden, cos, sin)], 1)
-            mask = torch.cat([mask, self._seen(hidden, latent, cos, sin).expand(len(key), -1, -1)], -1)
         scores = product(torch.matmul, query.transpose(1, 2), key[:, None].mT).float() / math.sqrt(self.head)
         scores = scores.masked_fill(~mask[:, None], -torch.inf)
         sinks = self.attn_sink.float()[:, None, None].expand(*scores.shape[:-1], 1)
         weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1].to(key.dtype)
         given = product(torch.matmul, weights, key[:, None]).transpose(1, 2)
         return rotate_last(given, cos[:, :, None], -sin[:, :, None]).flatten(2)
-
-    def _seen(self, hidden: Tensor, latent: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Which compressed keys each query sees, bool `[B, S, W]` or `[S, W]`: of windows that end before it or with
-        it."""
-        place = torch.arange(hidden.shape[1], device=hidden.device)
-        windows = torch.arange(len(place) // self.ratio, device=hidden.device)
-        seen = windows < ((place + 1) // self.ratio)[:, None]
-        return seen if self.indexer is None else self.indexer(hidden, latent, cos, sin, seen)
 
 
 class CompressedAttention(nn.Module):

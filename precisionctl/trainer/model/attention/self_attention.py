@@ -106,8 +106,13 @@ class SelfAttention(nn.Module):
             self.q_layernorm, self.k_layernorm = backend.norm(self.head, norm), backend.norm(self.head, norm)
         if shares_kv:
             self.k_layernorm = nn.Identity()
-            if model.stores_unused:
-                self._carry_unused(model, norm)
+            if model.stores_unused:  # parameters that a checkpoint has, with which nothing computes: whole on all ranks
+                made: Any = {"bias": False, "dtype": backend.dtype, "device": backend.device}
+                self.unused_linear_k = nn.Linear(hidden, model.key_size, **made)
+                self.unused_linear_v = nn.Linear(hidden, model.key_size, **made)
+                self.unused_k_norm = backend.norm(self.head, norm)
+                for module in (self.unused_linear_k, self.unused_linear_v, self.unused_k_norm):
+                    module.requires_grad_(False)
         self.l2_epsilon = norm.epsilon
         self.qk_l2_norm, self.v_l2_norm = model.qk_l2_norm, model.v_l2_norm
         if model.qk_l2_norm and model.qk_l2_norm_everywhere:
@@ -190,12 +195,3 @@ class SelfAttention(nn.Module):
         if self.qk_l2_norm and positions.cos is not None:
             heads = F.rms_norm(heads, (self.head,), eps=self.l2_epsilon)
         return heads
-
-    def _carry_unused(self, model: ModelShape, norm: Norm) -> None:
-        """Parameters that a checkpoint may have, with which nothing computes: whole on all ranks."""
-        made: Any = {"bias": False, "dtype": self.backend.dtype, "device": self.backend.device}
-        self.unused_linear_k = nn.Linear(model.hidden_size, model.key_size, **made)
-        self.unused_linear_v = nn.Linear(model.hidden_size, model.key_size, **made)
-        self.unused_k_norm = self.backend.norm(self.head, norm)
-        for module in (self.unused_linear_k, self.unused_linear_v, self.unused_k_norm):
-            module.requires_grad_(False)

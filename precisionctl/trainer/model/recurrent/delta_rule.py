@@ -34,13 +34,21 @@ def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta:
         return kernel(query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]
     length, dtype, wide = value.shape[1], value.dtype, torch.promote_types(value.dtype, torch.float32)
     served = value.shape[2] // key.shape[2]
-    query, key = (_of_length_1(heads.to(wide)).repeat_interleave(served, 2) for heads in (query, key))
+    query, key = query.to(wide), key.to(wide)
+    query, key = (
+        (heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _EPSILON)).repeat_interleave(served, 2)
+        for heads in (query, key)
+    )
     query = query * key.shape[-1] ** -0.5
     query, key, value, beta, g = (
         in_chunks(each.to(wide)) for each in (query, key, value, beta[..., None], g if by_channel else g[..., None])
     )  # [B, N, chunks, CHUNK, ...]
     past = g.cumsum(3)  # the logarithm of what decays from a chunk's beginning to each token
-    system, seen = (_by_channel if by_channel else _by_head)(query, key, past, beta)
+    if by_channel:
+        system, seen = _products_by_channel(query, key, past, beta)
+    else:
+        between = decays_between(past)
+        system, seen = beta * (key @ key.mT) * between, (query @ key.mT) * between
     learned = torch.linalg.solve_triangular(system, beta * value, upper=False, unitriangular=True)
     read = torch.linalg.solve_triangular(system, beta * past.exp() * key, upper=False, unitriangular=True)
     from_state, to_state = query * past.exp(), key * (past[..., -1:, :] - past).exp()
@@ -54,18 +62,14 @@ def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta:
     return torch.cat(outputs, 2)[:, :, :length].transpose(1, 2).to(dtype)
 
 
-def _by_head(query: Tensor, key: Tensor, past: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+def _products_by_channel(query: Tensor, key: Tensor, past: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """The products of each token's key, times its `beta`, and of its query with the keys up to its own, which
     have decayed meanwhile, `[..., CHUNK, CHUNK]`: the triangular system, of which only what is below its diagonal
     counts, and what queries see of a chunk. Of queries and keys `[..., CHUNK, K]`, `beta` `[..., CHUNK, 1]` and the
-    logarithm of what decays from the chunk's beginning to each token, `[..., CHUNK, 1]`."""
-    between = decays_between(past)
-    return beta * (key @ key.mT) * between, (query @ key.mT) * between
+    logarithm of what decays of each channel from the chunk's beginning to each token, `[..., CHUNK, K]`.
 
-
-def _by_channel(query: Tensor, key: Tensor, past: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of decays of each channel, `[..., CHUNK, K]`. Between a block's tokens these are taken pair by pair;
-    earlier keys decay to the block's first token, and from there on: each of the two exponentials is at most 1."""
+    Between a block's tokens decays are taken pair by pair; earlier keys decay to the block's first token, and from
+    there on: each of the two exponentials is at most 1."""
     each, blocks = torch.stack((key, query), -2), []  # [..., CHUNK, 2, K]
     upper = torch.ones(DECAY_BLOCK, DECAY_BLOCK, dtype=torch.bool, device=past.device).triu(1)[..., None]
     for first in range(0, CHUNK, DECAY_BLOCK):
@@ -96,7 +100,3 @@ def _flash_kernel() -> Callable[..., tuple[Tensor, Tensor | None]] | None:
         return None
     rule: Callable[..., tuple[Tensor, Tensor | None]] = chunk_gated_delta_rule
     return rule
-
-
-def _of_length_1(heads: Tensor) -> Tensor:
-    return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _EPSILON)
