@@ -107,7 +107,16 @@ class CoreRun:
         made = [make_stage(config, self.model, te=self.te, stage=number).to(self.device) for number in numbers]
         grads = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         self.stages = [DistributedDataParallel(config, grads, stage) for stage in made]
-        _check_buckets(self.stages)
+        # Storing an optimizer by parameter, Megatron joins buckets without their padding, and looks parameters up with
+        # it (distrib_optimizer.py: get_parameter_state_dp_zero and sharded_param_state_fully_reshardable, read in
+        # 0.16.1). A tied embedding that pipeline stages share is such a bucket; in real sizes none is padded
+        buffers = [buffer for one in self.stages for buffer in (*one.buffers, *one.expert_parallel_buffers)]
+        joined = [bucket for buffer in buffers for bucket in buffer.buckets[:-1]]
+        if any(bucket.numel_unpadded != bucket.grad_data.numel() for bucket in joined):
+            raise RecipeError(
+                "megatron-core would save the optimizer of a tied embedding wrongly, as its buckets are padded here",
+                do="Leave parallel.pipeline out, or choose sizes for which the ranks that share data divide 128.",
+            )
         schedule = self.schedule
         lr, min_lr = (schedule.max_lr, schedule.min_lr) if schedule else (settings.lr, recipe.min_lr)
         self.optimizer = get_megatron_optimizer(
@@ -206,19 +215,6 @@ class CoreRun:
         if passes and self.world.tensor_rank == 0:
             total = torch.stack(passes).sum().double().cpu()
         return float(self.world.all_reduce_sum(total))
-
-
-def _check_buckets(stages: Sequence[Any]) -> None:
-    """Raise RecipeError where Megatron would save an optimizer that is not the one in memory: storing it by parameter
-    (distrib_optimizer.py: get_parameter_state_dp_zero and sharded_param_state_fully_reshardable, read in 0.16.1), it
-    joins buckets without their padding, and looks parameters up with it. A tied embedding that pipeline stages share is
-    such a bucket of its own; in real sizes none is padded."""
-    buffers = [buffer for stage in stages for buffer in (*stage.buffers, *stage.expert_parallel_buffers)]
-    if any(bucket.numel_unpadded != bucket.grad_data.numel() for buffer in buffers for bucket in buffer.buckets[:-1]):
-        raise RecipeError(
-            "megatron-core would save the optimizer of a tied embedding wrongly, as its buckets are padded here",
-            do="Leave parallel.pipeline out, or choose sizes for which the ranks that share data divide 128.",
-        )
 
 
 def _forward(batches: Iterator[Batch], stage: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:

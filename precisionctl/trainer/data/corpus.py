@@ -149,31 +149,23 @@ def _begin(partial: Path, out: Path, begun: Corpus, restart: bool) -> Corpus:
             where=partial,
             do="Run with --restart to discard it, or choose another OUT.",
         )
-    if before:
-        if before.written and all(  # each file has either its final name or the partial one
-            (partial / name).exists() != with_suffix(out, name).exists() for name in _names(before)
-        ):
+    if before and before.written:
+        # Each file has either its final name or the partial one
+        if all((partial / name).exists() != with_suffix(out, name).exists() for name in _names(before)):
             return before
-        if not before.written and _cut_back(partial, before):
-            return replace(before, signal="")
+    elif before:
+        learned = {} if before.learned is None else {LEARNED: before.tokens}
+        id_size = np.dtype(ID_TYPES[before.code]).itemsize
+        sizes = {_LENGTHS: 4 * before.documents, BIN: id_size * before.tokens, **learned}
+        with suppress(OSError):  # a file that is missing, as is one that is too short: all is made anew
+            if all((partial / name).stat().st_size >= size for name, size in sizes.items()):
+                for name, size in sizes.items():
+                    os.truncate(partial / name, size)
+                return replace(before, signal="")
     _check_free(out)
     for name in (_JOURNAL, _LENGTHS, BIN, LEARNED, IDX):
         (partial / name).unlink(missing_ok=True)
     return begun
-
-
-def _cut_back(partial: Path, made: Corpus) -> bool:
-    """Cut files back to what the journal says of them. Returns False if one is missing or too short for that."""
-    try:
-        learned = {} if made.learned is None else {LEARNED: made.tokens}
-        id_size = np.dtype(ID_TYPES[made.code]).itemsize
-        for name, size in {_LENGTHS: 4 * made.documents, BIN: id_size * made.tokens, **learned}.items():
-            if (partial / name).stat().st_size < size:
-                return False
-            os.truncate(partial / name, size)
-    except OSError:
-        return False
-    return True
 
 
 def _names(made: Corpus) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import log2
 
-from precisionctl.model.model_parts import HyperConnections
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.recurrent_parts import GatedDeltaNet, Mamba
 from precisionctl.model.sparse_parts import CSA
@@ -144,9 +143,15 @@ def _layer(model: ModelShape, layer: int, kept: BytesKept, length: int) -> float
         made += ((2 + kept.norm) * model.hidden_size + (8 + kept.norm) * model.per_layer_embed_dim) / kept.tokens
     read = kept.input * model.hidden_size
     if model.mhc:
-        made += 2 * _streams(model, model.mhc)
-    if model.attn_res_block_size:
-        made += _attention_residuals(model, layer, model.attn_res_block_size) / kept.tokens
+        # For each block what it reads and gives, and the matrix after each half of an iteration, with its sums
+        number = model.mhc.num_residual_streams
+        halves = 2 * (model.mhc.mhc_sinkhorn_iterations or 0) * 4 * number * (number + 1)
+        made += 2 * (_read_streams(model) + (2 if model.mhc.mixed else 4) * model.hidden_size + halves)
+    if model.attn_res_block_size:  # the streams, in FP32, that attention and MLP read, and the last norm
+        put_aside = layer // model.attn_res_block_size + 1  # with the layer's own
+        streams = -(-layer // model.attn_res_block_size) + 1 + put_aside + 1
+        streams += put_aside + 1 if layer == model.num_layers - 1 else 0
+        made += 4 * streams * model.hidden_size / kept.tokens
     if model.ple and model.has_ngrams(layer):
         # Rows of the table of n-grams and what stands there; what three norms read, in FP32 and normalised, and two of
         # them give; the value, what the convolution reads, and what it gives
@@ -290,24 +295,6 @@ def _read_streams(model: ModelShape) -> float:
     if model.mhc and model.mhc.lowrank:
         return (4 + 4 + 2 + 4) * model.streams_size + (2 + 2) * model.mhc.lowrank
     return (2 + 4 + 4) * model.streams_size
-
-
-def _streams(model: ModelShape, mhc: HyperConnections) -> float:
-    """Bytes that joining a block to the residual streams saves for each token: what it reads and gives, and the matrix
-    after each half of an iteration, with its sums."""
-    number = mhc.num_residual_streams
-    halves = 2 * (mhc.mhc_sinkhorn_iterations or 0) * 4 * number * (number + 1)
-    return _read_streams(model) + (2 if mhc.mixed else 4) * model.hidden_size + halves
-
-
-def _attention_residuals(model: ModelShape, layer: int, size: int) -> float:
-    """Bytes that a layer's means of residual streams save for each token: the streams, in FP32, that attention and MLP
-    read, and the last norm."""
-    put_aside = layer // size + 1  # with the layer's own
-    read = -(-layer // size) + 1 + put_aside + 1
-    if layer == model.num_layers - 1:
-        read += put_aside + 1
-    return 4 * read * model.hidden_size
 
 
 def _compressed_attention(model: ModelShape, csa: CSA, layer: int, kept: BytesKept, length: int) -> float:

@@ -31,8 +31,10 @@ SCAN = 7
 
 def training_flops(model: ModelShape, lengths: Iterable[int]) -> int:
     """FLOPs of forward and backward for sequences of these lengths, in tokens. Packed sequences are separate ones."""
-    each = list(lengths)
-    whole, chunked = (sum(_pairs(length, size) for length in each) for size in (None, model.attention_chunk_size))
+    each, chunk = list(lengths), model.attention_chunk_size
+    whole = chunked = sum(length * length for length in each)  # pairs of a query and a key
+    if chunk is not None:
+        chunked = sum(length // chunk * chunk * chunk + (length % chunk) ** 2 for length in each)
     products, scans = sum(each) * weights_used(model), 0
     for layer in range(model.num_layers):
         if model.has_delta_net(layer):
@@ -63,14 +65,6 @@ def _compressed_attention(model: ModelShape, csa: CSA, layer: int, length: int) 
     elif ratio := compression(model, layer):
         keys += length * length // ratio // 2
     return keys * (model.query_size + model.projection_size) + scores
-
-
-def _pairs(length: int, chunk: int | None) -> int:
-    """Queries times keys of a text, in chunks of so many tokens."""
-    if chunk is None:
-        return length * length
-    whole, rest = divmod(length, chunk)
-    return whole * chunk * chunk + rest * rest
 
 
 def delta_rule(model: ModelShape) -> int:
