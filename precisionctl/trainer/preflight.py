@@ -112,7 +112,7 @@ def free_memory() -> int:
     try:  # Linux's own estimate
         lines = Path("/proc/meminfo").read_text().splitlines()
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except OSError:  # elsewhere all memory
+    except (OSError, StopIteration):  # a system that does not say it: all memory
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # The ranks on this machine: torchrun says how many; Slurm gives each machine so many, or one less
     tasks, nodes = number_in(os.environ, "SLURM_STEP_NUM_TASKS", 1), number_in(os.environ, "SLURM_STEP_NUM_NODES", 1)

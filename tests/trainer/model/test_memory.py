@@ -1,5 +1,6 @@
 """The estimate of memory against what autograd saves and what tensors of a training step take; and what is refused."""
 
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -386,6 +387,22 @@ def test_a_container_s_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert 0 < preflight.free_memory() < 1 << 50
     monkeypatch.setattr(preflight, "_container", lambda: iter(()))  # of a system without cgroups
     assert 0 < preflight.free_memory() < 1 << 50
+
+
+@pytest.mark.parametrize("content", [None, "MemTotal:  8 kB\nMemFree:  4 kB\n"])
+def test_a_system_that_does_not_say_what_is_available_has_all_its_memory(
+    monkeypatch: pytest.MonkeyPatch, content: str | None
+) -> None:
+    """None has no such file, as macOS; WSL 1 and Linux before 3.14 have no such line in it."""
+
+    def read_text(path: Path) -> str:
+        if content is None:
+            raise FileNotFoundError(path)
+        return content
+
+    monkeypatch.setattr(preflight, "_container", lambda: iter(()))
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert preflight.free_memory() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @pytest.mark.parametrize(
