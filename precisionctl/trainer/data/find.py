@@ -11,7 +11,7 @@ from precisionctl.discover import discover
 from precisionctl.errors import DataError, nearest_path
 from precisionctl.paths import StrPath
 from precisionctl.trainer.data import formats
-from precisionctl.trainer.data.formats.base import Format, a_document, begins_with, open_text, unpacked_name
+from precisionctl.trainer.data.formats.base import Format, a_document, begins_with, open_text
 from precisionctl.trainer.data.hf_datasets import HUB, HfDataset
 from precisionctl.trainer.data.megatron import prefix_of
 from precisionctl.trainer.data.records import DataSource, Record
@@ -130,7 +130,8 @@ def records(files: list[Path], column: str | None = None) -> Iterator[Record]:
 def text_records(path: Path, column: str | None) -> Iterator[Record]:
     """A UTF-8 file as one document. Raises DataError for one that is not UTF-8, for a table, and where a key of rows is
     wanted."""
-    if unpacked_name(path).suffix.lower() in _TABLES:
+    unpacked = path.with_suffix("") if path.suffix == ".gz" else path
+    if unpacked.suffix.lower() in _TABLES:
         do = f"`datasets` reads it from its folder, as {path.parent}:SPLIT; or write it as parquet or JSON lines."
         raise DataError("a table, which is no text", where=path, do=do)
     if column not in (None, "text"):  # `text` is what a document has among rows, in a folder of both

@@ -22,11 +22,11 @@ class Parameters:
     @staticmethod
     def of(model: ModelShape) -> "Parameters":
         """Count linears, embedding and output layer; norms, biases and convolutions, a thousandth, are neglected."""
-        layers, moe = range(model.num_layers), model.moe
+        moe = model.moe
         table = model.hidden_size * model.padded_vocab_size
         places = model.hidden_size * model.position_rows if model.learned_positions else 0
-
-        def dense(layer: int) -> int:
+        dense, experts = [], []
+        for layer in range(model.num_layers):
             count = projections(model, layer)
             if model.has_indexer(layer) and not model.csa:  # whose is among its projections
                 count += indexer(model)
@@ -34,14 +34,13 @@ class Parameters:
                 count += model.hidden_size * model.of_layer(layer).key_value_size
             count += per_layer_input(model) + connections(model) + _tables(model, layer)
             count += norm_gates(model, layer) + ngram_projections(model, layer)
-            if moe is None or not model.has_experts(layer):
-                return count + mlp_used(model, layer)
-            return count + beside_experts(moe, model) + moe.num_experts * model.hidden_size
-
-        def experts(layer: int) -> int:
-            if moe is None or not model.has_experts(layer):
-                return 0
-            return moe.num_experts * mlp(model, moe.ffn_hidden_size, model.expert_hidden_size)
+            if moe and model.has_experts(layer):
+                count += beside_experts(moe, model) + moe.num_experts * model.hidden_size
+                experts.append(moe.num_experts * mlp(model, moe.ffn_hidden_size, model.expert_hidden_size))
+            else:
+                count += mlp_used(model, layer)
+                experts.append(0)
+            dense.append(count)
 
         ahead = 0
         if model.mtp_num_layers:
@@ -53,7 +52,7 @@ class Parameters:
         per_layer = (model.padded_vocab_size + model.hidden_size) * model.per_layer_embed_size
         vocabulary = table * (2 - model.tied_embeddings)
         outside = vocabulary + places + per_layer + ahead + _head(model)
-        return Parameters(tuple(map(dense, layers)), tuple(map(experts, layers)), outside, vocabulary)
+        return Parameters(tuple(dense), tuple(experts), outside, vocabulary)
 
     @property
     def all(self) -> int:

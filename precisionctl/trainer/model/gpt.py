@@ -254,22 +254,21 @@ class Decoder(nn.Module):
         elif self.mhc:
             add_head(self, model, self.mhc, backend)
         self.kv_layers = [model.kv_layer(layer) for layer in range(model.num_layers)]
-
-        def made(number: int) -> ResidualLayer:
+        self.layers = nn.ModuleList()
+        for number in range(model.num_layers):
             name = f"decoder.layers.{number}"
+            layer: ResidualLayer
             if model.mamba:
-                return HybridLayer(name, model, model.mamba, number, backend, recompute)
-            if model.heterogeneous:
-                return HeterogeneousLayer(name, model, number, backend, recompute)
-            if model.mhc:
-                return HyperLayer(name, model, model.mhc, number, backend, recompute)
-            if model.attn_res_block_size:
-                return AttentionResidualLayer(name, model, number, backend, recompute)
-            return Layer(name, model, number, backend, recompute)
-
-        self.layers = nn.ModuleList(
-            backend.world.sharded(made(number), backend.dtype) for number in range(model.num_layers)
-        )
+                layer = HybridLayer(name, model, model.mamba, number, backend, recompute)
+            elif model.heterogeneous:
+                layer = HeterogeneousLayer(name, model, number, backend, recompute)
+            elif model.mhc:
+                layer = HyperLayer(name, model, model.mhc, number, backend, recompute)
+            elif model.attn_res_block_size:
+                layer = AttentionResidualLayer(name, model, number, backend, recompute)
+            else:
+                layer = Layer(name, model, number, backend, recompute)
+            self.layers.append(backend.world.sharded(layer, backend.dtype))
         norm = None if self.hyper_connection_mixer else backend.norm(model.hidden_size, final_norm_of(model))
         self.final_layernorm = None if model.mamba else norm
         self.final_norm = norm if model.mamba else None

@@ -50,11 +50,6 @@ def begins_with(path: Path, size: int) -> bytes:
         return file.read(size)
 
 
-def unpacked_name(path: Path) -> Path:
-    """The path without `.gz`, whose suffix says what is inside."""
-    return path.with_suffix("") if path.suffix == ".gz" else path
-
-
 @contextmanager
 def open_text(path: Path, newline: str | None = None) -> Iterator[TextIO]:
     """A UTF-8 file to read; one that gzip packed is unpacked piece by piece. Raises DataError for a damaged one."""
