@@ -4,8 +4,9 @@ Hooks on the model's own modules read what `Recorder` is shown by ours, and chan
 them: amaxes stay on the device until the file is written.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ from precisionctl.recipe import load_recipe
 from precisionctl.recording.gemm_sites import GemmSite, Normed, find_sites
 from precisionctl.recording.live_weights import digest_of, in_transformers
 from precisionctl.recording.rank_files import begin, key_of, write_part
-from precisionctl.recording.watched_attention import watch_attention
 from precisionctl.trainer.backends.recorder import Recorder
 
 
@@ -94,7 +94,7 @@ class RunRecorder:
         for site in sites.gemms:
             self._watch(site)
         if sites.in_transformers:
-            self._detach.append(watch_attention(sites.attention, self._record_cache))
+            self._detach.append(_watch_attention(sites.attention, self._record_cache))
         else:
             for module, name in sites.attention.items():
                 of_attention = module.register_forward_pre_hook(
@@ -223,6 +223,42 @@ class RunRecorder:
         producer = BY_RECORDER_IN_TRANSFORMERS if in_transformers(model) else BY_RECORDER
         states = Fp8States(recipe, found, producer=producer, iteration=self.iteration, of_weights=digest_of(model))
         write_part(Output(self.out), states)
+
+
+def _watch_attention(
+    modules: Mapping[nn.Module, str], on_cache: Callable[[str, Tensor, Tensor], None]
+) -> Callable[[], None]:
+    """Call `on_cache` whenever one of these attention modules of transformers attends, with the module's name, keys
+    (after rotary embedding) and values, `[B, heads, S, channels]`: no module has them. Returns a function that ends
+    this.
+
+    The models get their attention function from AttentionInterface, and call it with module, queries, keys
+    and values. Here they get one that shows these to `on_cache` first.
+    """
+    from transformers.modeling_utils import AttentionInterface
+
+    asked = AttentionInterface.get_interface
+
+    def get_interface(self: AttentionInterface, *args: Any) -> Callable[..., Any]:
+        attend = asked(self, *args)
+
+        @wraps(attend)
+        def watched(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **others: Any) -> Any:
+            if module in modules:
+                on_cache(modules[module], key, value)
+            return attend(module, query, key, value, *rest, **others)
+
+        return watched
+
+    def end() -> None:
+        # Of two recorders the first to begin may be the first to end: then its function stays, and shows nothing
+        nonlocal modules
+        modules = {}
+        if AttentionInterface.get_interface is get_interface:
+            AttentionInterface.get_interface = asked
+
+    AttentionInterface.get_interface = get_interface
+    return end
 
 
 def _amax(values: Tensor, mask: Tensor | None = None) -> Tensor:
