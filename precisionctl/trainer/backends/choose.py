@@ -33,11 +33,14 @@ def choose_backend(
             do=f"Use `--backend emulated`, or a machine with a GPU that computes in {codes} and `precisionctl[te]` "
             "installed.",
         )
-    if precision.fp8 and (problem := _te_recipe_problem(precision)):
-        raise EnvironmentProblem(
-            f"Transformer Engine cannot run precision.scaling = {precision.scaling} here: {problem.rstrip('.')}",
-            do="Choose another scaling, or use `--backend emulated`, which is slow.",
-        )
+    if precision.fp8:
+        from precisionctl.trainer.backends import te_backend
+
+        if problem := te_backend.recipe_problem(precision):
+            raise EnvironmentProblem(
+                f"Transformer Engine cannot run precision.scaling = {precision.scaling} here: {problem.rstrip('.')}",
+                do="Choose another scaling, or use `--backend emulated`, which is slow.",
+            )
     return "te"
 
 
@@ -54,13 +57,6 @@ def _te_problem() -> str | None:
     except (ImportError, RuntimeError, OSError) as problem:  # TE's empty metapackage raises RuntimeError
         return str(problem)
     return te_backend.fp8_problem()
-
-
-def _te_recipe_problem(precision: Precision) -> str | None:
-    """Why Transformer Engine cannot run this recipe here; None if it can."""
-    from precisionctl.trainer.backends import te_backend
-
-    return te_backend.recipe_problem(precision)
 
 
 def make_backend(

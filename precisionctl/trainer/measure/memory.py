@@ -64,24 +64,21 @@ def estimate(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: 
     if recipe.train.graphs:  # graphs share no memory; each layer has its own input and gradient of its output
         tokens = recipe.data.sequence_length * recipe.train.micro_batch_size
         most = after + passes + (2 + 2) * model.hidden_size * tokens * model.num_layers
+    histories = 0
+    if recipe.precision.keeps_state:
+        # FP32, of five roles: twice, as updates make new ones, for a capacity of up to twice as many. Modules that a
+        # recipe keeps in BF16 are counted too
+        rows = (row for row in table_of(model).spelled({}, model) if row.present.in_layout("megatron", model))
+        gemms = sum(row.count(model) for row in rows if row.gemm and not row.unused and not row.of_prediction)
+        histories = 5 * gemms * recipe.precision.delayed.amax_history_len * 4 * 4
     copies = (2 + 4) * mine + moments if recipe.train.async_save and not gpu else 0
     return Memory(
         weights=2 * mine if whole else 0,
         optimizer=masters * mine + ((1 + 2) * mine if fp8_lm else moments),
         gradients=(gradient if several else 0) * mine + (4 if recipe.guard.shadow_every else 0) * mine,
         passes=most + (0 if whole else _gathered(parameters, recipe.parallel, several)),
-        process=(PROCESS_GPU if gpu else PROCESS if alone else PROCESS_OF_SEVERAL) + _histories(model, recipe) + copies,
+        process=(PROCESS_GPU if gpu else PROCESS if alone else PROCESS_OF_SEVERAL) + histories + copies,
     )
-
-
-def _histories(model: ModelShape, recipe: Recipe) -> int:
-    """Bytes of the FP32 histories of five roles: twice, as updates make new ones, for a capacity of up to twice as
-    many. Modules that a recipe keeps in BF16 are counted too."""
-    if not recipe.precision.keeps_state:
-        return 0
-    rows = (row for row in table_of(model).spelled({}, model) if row.present.in_layout("megatron", model))
-    gemms = sum(row.count(model) for row in rows if row.gemm and not row.unused and not row.of_prediction)
-    return 5 * gemms * recipe.precision.delayed.amax_history_len * 4 * 4
 
 
 def _gathered(parameters: Parameters, parallel: ParallelSettings, several: bool) -> int:

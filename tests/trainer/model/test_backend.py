@@ -3,7 +3,7 @@
 import sys
 import tomllib
 from importlib import metadata
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import repository
@@ -71,7 +71,8 @@ def test_a_recipe_that_the_gpu_cannot_run_is_refused_and_not_emulated_in_silence
 ) -> None:
     """tests/gpu/test_te_recipes.py has Transformer Engine's own reasons."""
     monkeypatch.setattr(choose, "_te_problem", lambda: None)
-    monkeypatch.setattr(choose, "_te_recipe_problem", lambda precision: "an old GPU" if precision.fp8 else None)
+    of_old_gpu = SimpleNamespace(recipe_problem=lambda precision: "an old GPU")
+    monkeypatch.setattr("precisionctl.trainer.backends.te_backend", of_old_gpu, raising=False)
     mxfp8 = PRESETS["mxfp8"]
     for asked in ("te", "auto"):
         with pytest.raises(EnvironmentProblem, match="scaling = mxfp8 here: an old GPU.*--backend emulated"):
