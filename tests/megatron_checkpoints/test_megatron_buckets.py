@@ -269,6 +269,17 @@ def test_tensor_ranks_that_share_an_expert_have_the_bias_behind_its_linear_fc2_w
         assert boxes == {part.box for part in wanted.parts}, name
 
 
+def test_buffers_with_one_missing_between_them_fit_no_stages() -> None:
+    part = TensorPart(Box(0, 64, 0, 1), DcpPiece((0, 0), (64, 1), Span(Path("weights"), 0, 128)), 0)
+    model = {name: LogicalTensor(TensorSpec((64, 1), DType.bfloat16), (part,)) for name in (HEAD[0], OUTPUT)}
+    stored = {}
+    for number, kind in itertools.product((0, 2), KINDS):
+        key = f"optimizer.distributed.dp_group_idx_0.gbuf_idx_{number}.dtype_(torch.bfloat16, torch.float32)"
+        piece = DcpPiece((0,), (64,), Span(Path(f"{number}.{kind}"), 0, 256))
+        stored[f"{key}.bucket_idx_0.{kind}"] = DcpTensor((64,), DType.float32, (piece,))
+    assert unpack_buckets(stored, model, [Modules(True, True)]) is None
+
+
 @pytest.mark.parametrize("strange", [None, "longer", "of two dimensions", "of another dtype"])
 def test_buckets_whose_kinds_are_not_alike_are_none(strange: str | None) -> None:
     """Megatron makes a flat buffer of each kind, all of a length and each of one dtype."""

@@ -135,8 +135,10 @@ class _Unpacking:
 
     def tensors(self) -> dict[str, LogicalTensor] | None:
         """The optimizer's tensors; None if something does not fit."""
-        if any(_BufferKey(0, rank, 0) not in self._buffers for rank in range(self._ranks(0))):
-            return None
+        of_rank = Counter(key.rank for key in self._buffers if key.optimizer == 0)
+        for rank in range(self._ranks(0)):
+            if any(_BufferKey(0, rank, at) not in self._buffers for at in range(max(of_rank[rank], 1))):
+                return None
         stages = self._split()
         for optimizer in (0, 1) if self._apart else (0,):
             width = self._ranks(optimizer) // self._pipeline_ranks
