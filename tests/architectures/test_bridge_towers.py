@@ -761,9 +761,10 @@ def test_layers_and_width_are_compared_in_published_words_and_in_those_of_transf
     assert last.keys() < tensors.keys()
     with pytest.raises(DamagedCheckpoint, match=rf"vision_config\.{layers} of config\.json says {tower[layers]}"):
         check(config, last)
-    tower[width] += 1
-    with pytest.raises(DamagedCheckpoint, match=rf"has not the {tower[width]} numbers that vision_config says"):
-        check(config, tensors)
+    for wrong in (tower[width] + 1, [tower[width]]):
+        tower[width] = wrong
+        with pytest.raises(DamagedCheckpoint, match=re.escape(f"has not the {wrong} numbers that vision_config says")):
+            check(config, tensors)
 
 
 @pytest.mark.parametrize("checked", ["nemotron_h_omni", *in_soak("gemma4")], indirect=True)

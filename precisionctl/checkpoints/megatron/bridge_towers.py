@@ -168,8 +168,8 @@ def _check_tensors(specs: Mapping[str, TensorSpec], config: Config, where: Path)
                 raise DamagedCheckpoint(what, where=where, do=do)
             if lost := [number for number in range(len(found)) if (str(number),) not in found]:
                 raise DamagedCheckpoint(f"there is no `{tensor.replace('*', str(lost[0]))}`", where=where, do=do)
-            shapes = {spec.shape for spec in found.values()}
-            if width is not None and tensor.endswith(_OF_WIDTH) and shapes != {(width,)}:
+            shapes = [*{spec.shape for spec in found.values()}]
+            if width is not None and tensor.endswith(_OF_WIDTH) and shapes != [(width,)]:
                 what = f"`{tensor}` has not the {shown(width)} numbers that {part} says"
                 raise DamagedCheckpoint(what, where=where, do=do)
     if beyond := [name for name in specs if _module(name) in absent - there]:
