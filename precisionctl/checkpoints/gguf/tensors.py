@@ -144,7 +144,14 @@ class ChangedTensor:
             found = self.parts[0].rows(row, rows)
             found = self.factors.divided(found, row) if self.factors else found
         elif self.change.moves_rows:
-            found = self._moved(self._order[row : row + rows])
+            numbers, start = self._order[row : row + rows], 0
+            found = torch.empty(len(numbers), *self.spec.shape[1:], dtype=self.spec.dtype.torch)
+            for part in self.parts:
+                for first, count in _runs(numbers[(numbers >= start) & (numbers < start + part.shape[0])] - start):
+                    here = (numbers >= start + first) & (numbers < start + first + count)
+                    values = part.rows(first, count)[torch.from_numpy(numbers[here] - start - first)]
+                    found[torch.from_numpy(here)] = values.to(found.dtype)
+                start += part.shape[0]
         else:
             alone = self.change.alone(self.model)
             each = self.spec.rows // alone
@@ -165,17 +172,6 @@ class ChangedTensor:
             start += part.shape[0]
         order: np.ndarray[tuple[int], np.dtype[np.int64]] = self.change.to_hf(numbers, self.model)
         return order
-
-    def _moved(self, numbers: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
-        found = torch.empty(len(numbers), *self.spec.shape[1:], dtype=self.spec.dtype.torch)
-        start = 0
-        for part in self.parts:
-            for first, count in _runs(numbers[(numbers >= start) & (numbers < start + part.shape[0])] - start):
-                values = part.rows(first, count)
-                here = (numbers >= start + first) & (numbers < start + first + count)
-                found[torch.from_numpy(here)] = values[torch.from_numpy(numbers[here] - start - first)].to(found.dtype)
-            start += part.shape[0]
-        return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -115,8 +115,7 @@ class TorchDistReader(MegatronReader):
         self._gemma_4: ModelShape | None = None
         self._sharing: Mapping[str, object] = {}
         if index is None:
-            self.path, self._optimizer_beside = _find(path, iteration, self.complete)
-            index = _read_indices(self.path, self._optimizer_beside)
+            self.path, self._optimizer_beside, index = _find(path, iteration, self.complete)
         self._index = index
         self._empty: bytes | None = None
         self._prefix = model_prefix(self._index.tensors)
@@ -273,26 +272,23 @@ class TorchDistReader(MegatronReader):
 
     def _payloads(self, *, of_towers: bool) -> Iterator[SavedPayload]:
         modules = tuple({f"{name.partition('.')[0]}." for name in self._trained_towers})
-        for key in self._index.objects:
+        for key, span in self._index.objects.items():
             name = object_name(without_prefix(self._prefix, key)) or ""
-            if EXTRA_STATE in name and name.startswith(modules) == of_towers and (data := self._payload(key)):
+            if EXTRA_STATE not in name or name.startswith(modules) != of_towers:
+                continue
+            archive = span.read()
+            if archive == self._empty:  # as that of an empty one before
+                continue
+            found = _only(torch_zip.skeleton_at(span), key, span)
+            if isinstance(found, torch_zip.LocatedTensor):  # most are one, for whose bytes no PyTorch is needed
+                begin = found.offset - span.offset
+                data = archive[begin : begin + found.nbytes]
+            else:
+                data = payload_bytes(self.read_object(key), key)
+            if data:
                 yield SavedPayload(name, data, str(self.path))
-
-    def _payload(self, key: str) -> bytes:
-        """An `_extra_state`. Most are a tensor, often an empty one, for whose bytes no PyTorch is needed."""
-        span = self._index.objects[key]
-        archive = span.read()
-        if archive == self._empty:
-            return b""
-        found = _only(torch_zip.skeleton_at(span), key, span)
-        if isinstance(found, torch_zip.LocatedTensor):
-            begin = found.offset - span.offset
-            payload = archive[begin : begin + found.nbytes]
-        else:
-            payload = payload_bytes(self.read_object(key), key)
-        if not payload:
-            self._empty = archive
-        return payload
+            else:
+                self._empty = archive
 
 
 def _read_common(directory: Path) -> Mapping[str, Any]:
@@ -306,28 +302,24 @@ def _as_common(value: object, where: Path) -> Mapping[str, Any]:
     return value
 
 
-def _find(path: Path, iteration: int | None, complete: Callable[[Path], bool]) -> tuple[Path, Path | None]:
-    """The directory of the iteration that is wanted, and that of the optimizer, where verl has it beside the model."""
+def _find(
+    path: Path, iteration: int | None, complete: Callable[[Path], bool]
+) -> tuple[Path, Path | None, dcp_metadata.Index]:
+    """The directory of the iteration that is wanted, that of the optimizer, where verl has it beside the model, and
+    what both hold."""
     inner = [path / name for name in INNER if iteration is None and complete(path / name)]
     top = inner[0] if inner else path
     check_link(top, path)
     found = find_iteration(top, iteration, complete)
     beside = path / "optimizer" / VERL
     if found != path / "model" / VERL or not complete(beside):
-        return found, None
+        return found, None, dcp_metadata.read_index(found)
     check_link(beside, path)
-    return found, beside
-
-
-def _read_indices(directory: Path, optimizer: Path | None) -> dcp_metadata.Index:
-    """What is stored in a directory, and in that of its optimizer."""
-    index = dcp_metadata.read_index(directory)
-    if optimizer is None:
-        return index
-    of_run = dcp_metadata.read_index(optimizer)
+    index, of_run = dcp_metadata.read_index(found), dcp_metadata.read_index(beside)
     if twice := index.tensors.keys() & of_run.tensors.keys():
-        raise DamagedCheckpoint(f"`{min(twice)}` is there twice", where=optimizer)
-    return dcp_metadata.Index({**index.tensors, **of_run.tensors}, {**of_run.objects, **index.objects})
+        raise DamagedCheckpoint(f"`{min(twice)}` is there twice", where=beside)
+    both = dcp_metadata.Index({**index.tensors, **of_run.tensors}, {**of_run.objects, **index.objects})
+    return found, beside, both
 
 
 def _only(value: Any, key: str, where: torch_zip.Span) -> Any:
