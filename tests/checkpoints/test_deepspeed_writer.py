@@ -14,10 +14,14 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from trained_models import config_of, moments, save, states, trained
 
-from precisionctl.checkpoints.base import WithOptimizer
+from precisionctl.checkpoints.base import Companions, WithOptimizer
 from precisionctl.checkpoints.chunks import read_tensor
+from precisionctl.checkpoints.deepspeed.writer import DeepSpeedWriter
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.other_trainers.trainer_run import TrainerRun
+from precisionctl.dtypes import DType
 from precisionctl.errors import MappingError, RecipeError
+from precisionctl.param import TensorSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 UNIVERSAL = "deepspeed-universal"
@@ -128,3 +132,12 @@ def test_without_an_optimizer_or_in_bf16_there_is_nothing_to_go_on_from(tmp_path
     for options in ({"precision": "bf16"}, {"precision": "fp8"}, {"drop_optimizer": True}):
         with pytest.raises(RecipeError):
             conversions.run(tmp_path / "hf", tmp_path / "out", "hf", container=UNIVERSAL, **options)
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", ".", "", "x" * 300])
+def test_a_tensor_with_a_name_that_no_directory_can_have_is_refused_before_anything_is_written(
+    tmp_path: Path, name: str
+) -> None:
+    specs = {name: TensorSpec((2,), DType.float32)}
+    with pytest.raises(MappingError, match="is no name of a directory"):
+        DeepSpeedWriter(tmp_path, specs, Companions(), {}, TrainerRun(1), 1)

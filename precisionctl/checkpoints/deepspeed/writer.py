@@ -45,7 +45,10 @@ class DeepSpeedWriter:
         self.directory, self.specs = directory, specs
         self._companions, self._config, self._run, self._iteration = companions, config, run, iteration
         self._tag = f"global_step{iteration}_universal"
-        if odd := [name for name in specs if Path(name).name != name]:
+        parameters = {kind_and_parameter(name)[1] for name in specs}
+        if odd := sorted(
+            one for one in parameters if Path(one).name != one or one in ("", "..") or len(one.encode()) > 255
+        ):
             raise MappingError(f"`{odd[0]}` is no name of a directory, which DeepSpeed has for each parameter")
 
     @cached_property
