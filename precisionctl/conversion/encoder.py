@@ -154,11 +154,6 @@ class Encoder:
             made[row : row + rows] = packing.encode(values[row : row + rows])
         return made
 
-    def put_encoding(self, weight: str, scales: Scales, encoding: Encoding) -> None:
-        """Write all that a weight's encoding consists of."""
-        self.put_grid(scales, encoding)
-        self.put_further(weight, scales, encoding)
-
     def put_grid(self, scales: Scales, encoding: Encoding, row: int = 0) -> None:
         """Write rows of a grid of scales from one on, given in FP32 or as they are stored (exponents as bytes)."""
         spec = self.specs[scales.weight]

@@ -240,7 +240,8 @@ class Worker:
         if encodings is None:
             return False
         for name, encoding in encodings.items():
-            self._encoder.put_encoding(name, codes.weights[name], encoding)
+            self._encoder.put_grid(codes.weights[name], encoding)
+            self._encoder.put_further(name, codes.weights[name], encoding)
         self._copy(segments)
         self._encoder.put_known(codes)
         return True

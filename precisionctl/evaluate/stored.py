@@ -58,24 +58,16 @@ def load(reader: Reader, device: torch.device | str = "cpu", *, plain: bool = Fa
         with in_time():
             codes = use_stored_codes(model, reader, plan)
         words = f"{stored}, with {codes}" if codes and codes.startswith("weights") else codes or stored
-        return model, words + _round_cache(model, reader, plan)
+        if isinstance(reader, HuggingFaceTensors) and caches_in_fp8(reader.config.get("quantization_config") or {}):
+            scales = stored_scales(reader.lone_cache_scales or reader.weight_encodings, plan)
+            for name, scale in scales.items():
+                round_cached(model.get_submodule(name), scale)
+            words += ", FP8 KV cache" if scales else ""
+        return model, words
     if states:
         for name, linear in fp8_linears(model).items():
             linear.set_fp8_state(states.modules[name])
     return model, f"{scaling_words(precision.scaling)}, {stored} weights"
-
-
-def _round_cache(model: GPT, reader: Reader, plan: Plan) -> str:
-    """If a directory has scales of an FP8 KV cache, round keys and values as that cache does. Returns the words to add
-    to the precision, or nothing."""
-    if not isinstance(reader, HuggingFaceTensors):
-        return ""
-    if not caches_in_fp8(reader.config.get("quantization_config") or {}):
-        return ""
-    scales = stored_scales(reader.lone_cache_scales or reader.weight_encodings, plan)
-    for name, scale in scales.items():
-        round_cached(model.get_submodule(name), scale)
-    return ", FP8 KV cache" if scales else ""
 
 
 def round_cached(attention: nn.Module, scale: CacheScale) -> None:

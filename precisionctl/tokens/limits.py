@@ -3,9 +3,8 @@
 import os
 import resource
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 _STATUS = Path("/proc/self/statm")
 
@@ -16,10 +15,6 @@ class Limits:
 
     seconds: float
     nbytes: int
-
-    def as_json(self) -> dict[str, Any]:
-        """The fields as a dict."""
-        return asdict(self)
 
 
 LOADING = Limits(120.0, 1 << 30)

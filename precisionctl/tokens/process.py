@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 from precisionctl.errors import EnvironmentProblem
@@ -60,7 +61,7 @@ class Process:
     def ask(self, fields: Mapping[str, Any], parts: Sequence[bytes], limits: Sequence[Limits]) -> None:
         """Send a query that has one reply for each of the limits, to be fetched by `answer`. Raises Ended."""
         with self._within(limits[0]):
-            send(self, {**fields, "limits": [each.as_json() for each in limits]}, parts)
+            send(self, {**fields, "limits": [asdict(each) for each in limits]}, parts)
 
     def answer(self, limits: Limits, most: int) -> Packet:
         """The next reply, of at most `most` bytes. Raises Ended if there is none in time."""
