@@ -85,8 +85,23 @@ def open_hinted(
 
 def _check_reference(reader: Reader, reference: Path, companions: Companions, *, trusted: bool) -> None:
     """Raise RecipeError for a reference of another model than the checkpoint's."""
-    if "config.json" in reader.own_companions.files:
-        _check_same_model(reader, companions, reference)
+    own = reader.own_companions
+    if "config.json" in own.files:
+        mine, theirs = (parse_json(one.files["config.json"], one.config_path) for one in (own, companions))
+        differing: list[str] = []
+        if mine != theirs:
+            model = read_model(mine, own.config_path, reader.specs)
+            other = read_model(theirs, companions.config_path, reader.specs)
+            if isinstance(model, UntabledModel) or isinstance(other, UntabledModel):
+                differing = differing_keys(mine, theirs)
+            else:
+                fields = [*differences(model, other), *(["vocab_size"] if model.vocab_size != other.vocab_size else [])]
+                differing = [key_in(mine, field) for field in fields]
+        if differing:
+            what = f"the reference is of another model than the checkpoint's own config.json: {', '.join(differing)}"
+            do = "Leave --reference out, or give another one. If its tokenizer is this model's all the same, copy it "
+            raise RecipeError(what, where=reference, do=f"{do}to {own.directory}.")
+
     try:
         _ = reader.model
     except DamagedCheckpoint as error:
@@ -97,24 +112,6 @@ def _check_reference(reader: Reader, reference: Path, companions: Companions, *,
         if of_megatron(reader):
             do += f" Or does the checkpoint store other arguments than it trained by? {TRUST_REFERENCE}"
         raise RecipeError(what, where=reference, do=do) from error
-
-
-def _check_same_model(reader: Reader, companions: Companions, reference: Path) -> None:
-    """Raise RecipeError for a reference whose config.json describes another model than the checkpoint's own."""
-    sides = ((one.files["config.json"], one.config_path) for one in (reader.own_companions, companions))
-    configs = [(parse_json(data, where), where) for data, where in sides]
-    if configs[0][0] == configs[1][0]:
-        return
-    model, other = (read_model(config, where, reader.specs) for config, where in configs)
-    if isinstance(model, UntabledModel) or isinstance(other, UntabledModel):
-        differing = differing_keys(configs[0][0], configs[1][0])
-    else:
-        fields = [*differences(model, other), *(["vocab_size"] if model.vocab_size != other.vocab_size else [])]
-        differing = [key_in(configs[0][0], field) for field in fields]
-    if differing:
-        what = f"the reference is of another model than the checkpoint's own config.json: {', '.join(differing)}"
-        do = "Leave --reference out, or give another one. If its tokenizer is this model's all the same, copy it to "
-        raise RecipeError(what, where=reference, do=f"{do}{reader.own_companions.directory}.")
 
 
 _REFERENCE = "--reference takes a Hugging Face directory of the same model: its config.json and tokenizer are enough."

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from precisionctl.codes.encoding import Encoding, scale_dtype
-from precisionctl.dtypes import DType
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import JobCodes
 from precisionctl.planning.segments import Segment
@@ -43,9 +42,14 @@ def encodings_if_unchanged(
         if before.block != scales.block:
             if levels != (None, False):
                 return None
-            grid = before.in_blocks(spec.rows, spec.columns, scales.block)
-            before = replace(before, scale_inv=grid, block=scales.block)
-        if not _can_be_stored(before, targets[scales.weight].dtype):
+            in_blocks = before.in_blocks(spec.rows, spec.columns, scales.block)
+            before = replace(before, scale_inv=in_blocks, block=scales.block)
+        # the dtype holds all scales as they are (bytes hold exponents), and with them no code decodes to infinity, nor
+        # all of a block to zero, as a block of zeros has another scale
+        grid, multipliers = before.scale_inv.float(), before.multipliers
+        held = grid.to(scale_dtype(targets[scales.weight].dtype).torch).float()
+        sound = (multipliers > 0) & (multipliers * before.element.largest).isfinite() & (held == grid)
+        if not bool(sound.all()):
             return None
         found[name] = before
     if codes.group and codes.group.always:
@@ -53,12 +57,3 @@ def encodings_if_unchanged(
         if not all(torch.equal(grid.reshape(-1), grids[0].reshape(-1)) for grid in grids):
             return None
     return {name: found[name] for name in codes.weights}
-
-
-def _can_be_stored(encoding: Encoding, dtype: DType) -> bool:
-    """Whether a dtype holds all these scales as they are, and with them no code decodes to infinity, nor all of a block
-    to zero, as a block of zeros has another scale; bytes hold exponents."""
-    grid, multipliers = encoding.scale_inv.float(), encoding.multipliers
-    held = grid.to(scale_dtype(dtype).torch).float()
-    sound = (multipliers > 0) & (multipliers * encoding.element.largest).isfinite() & (held == grid)
-    return bool(sound.all())

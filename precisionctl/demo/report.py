@@ -47,6 +47,7 @@ def _later(losses: Mapping[int, float]) -> Mapping[int, float]:
 def table(results: DemoResults, folder: Path) -> Table:
     """A row for each promise of the project: what was measured, the limit that it is held against, and whether it
     keeps it. Rows without a limit differ from one machine to another by more than a precision makes."""
+    broken, kept = len(results.rules.result["findings"]), results.rules.code == 0
     rows = [
         _exact("Hugging Face to Megatron: tensors that are the same to the last bit", results.there),
         *_gaps(results.gaps.result["runs"]),
@@ -56,7 +57,7 @@ def table(results: DemoResults, folder: Path) -> Table:
         ),
         _exact("Going on in FP8 from there and from the checkpoint itself: the same to the last bit", results.last_bit),
         _decrease(folder),
-        _rules(results.rules),
+        ("The export keeps vLLM's rules", f"{broken} broken" if broken else "all", "all", _verdict(kept)),
         _exact("Its codes are the encoding of the trained weights", results.codes),
         *_perplexities(results.perplexity),
     ]
@@ -100,12 +101,6 @@ def _decrease(folder: Path) -> TableRow:
     first, last = sum(values[:10]) / 10, sum(values[-10:]) / 10
     what = "SFT in BF16 from the FP8 checkpoint: loss, first and last ten steps"
     return what, f"{first:.3f}, {last:.3f}", "falls", _verdict(last < first)
-
-
-def _rules(ran: CommandRun) -> TableRow:
-    findings = ran.result["findings"]
-    measured = f"{len(findings)} broken" if findings else "all"
-    return "The export keeps vLLM's rules", measured, "all", _verdict(ran.code == 0)
 
 
 def _perplexities(evals: Mapping[str, CommandRun]) -> list[TableRow]:

@@ -249,8 +249,13 @@ def summary(description: Description) -> Table:
         rows.append(("optimizer", f"cannot be read: {optimizer['unreadable']}"))
     elif optimizer:
         rows.append(("optimizer", f"{counted(optimizer['tensors'], 'tensor')}, {size(optimizer['bytes'])}"))
-    if description["coded"]:
-        rows.append(_coded_row(description))
+    if coded := description["coded"]:
+        by_scale = ", ".join(f"{count} with a scale for each {who}" for who, count in coded["weights_by_scale"].items())
+        static = coded["static_input_scales"]
+        inputs = f"; static input scales for {static}" if static else ""
+        weights = f"{' and '.join(coded['formats'])} weights"
+        title = weights if "codes" in description["precision"] else f"were {weights}"
+        rows.append((title, f"{coded['quant_method'] or 'of no Hugging Face spelling'}: {by_scale}{inputs}"))
     if description["fp8"]:
         rows += fp8_rows(description["fp8"])
     return Table(description["path"], ("", ""), rows)
@@ -266,13 +271,3 @@ def _cut_words(cut: Mapping[str, int]) -> str:
     defaults = {"expert_tensor": cut.get("tensor", 1), "first_layers": None, "last_layers": None}
     words = [f"{PARALLEL_SIZES[field][0]} {size}" for field, size in cut.items() if size != defaults.get(field, 1)]
     return " ".join(words) or ("one rank" if cut else "not said")
-
-
-def _coded_row(description: Description) -> tuple[str, str]:
-    coded = description["coded"]
-    by_scale = ", ".join(f"{count} with a scale for each {who}" for who, count in coded["weights_by_scale"].items())
-    static = coded["static_input_scales"]
-    inputs = f"; static input scales for {static}" if static else ""
-    kind = " and ".join(coded["formats"])
-    title = f"{kind} weights" if "codes" in description["precision"] else f"were {kind} weights"
-    return title, f"{coded['quant_method'] or 'of no Hugging Face spelling'}: {by_scale}{inputs}"
