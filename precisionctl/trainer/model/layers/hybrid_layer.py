@@ -45,7 +45,7 @@ class HybridLayer(ResidualLayer):
             self.mlp = MoELayer(f"{name}.mlp", model, model.moe, backend, number)
 
     def through(self, hidden: Tensor, positions: Positions, beside: Beside) -> tuple[Tensor, KeysValues | None]:
-        if self.block == "P":
+        if self.block == "P":  # a mixer and attention, of the same hidden states; then the MLP
             normed, factors = self.norm(hidden), self.multipliers
             assert factors is not None, "computes.py refuses it"
             mixed = self.mamba_mixer(normed * factors.ssm_in, positions)

@@ -34,10 +34,9 @@ def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta:
         return kernel(query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]
     length, dtype, wide = value.shape[1], value.dtype, torch.promote_types(value.dtype, torch.float32)
     served = value.shape[2] // key.shape[2]
-    query, key = query.to(wide), key.to(wide)
     query, key = (
         (heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _EPSILON)).repeat_interleave(served, 2)
-        for heads in (query, key)
+        for heads in (query.to(wide), key.to(wide))
     )
     query = query * key.shape[-1] ** -0.5
     query, key, value, beta, g = (
