@@ -21,8 +21,8 @@ from precisionctl.mcore.core_model import make_stage
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.recipe import Recipe
 from precisionctl.trainer.data import IGNORED, Batch, Blend, Feed, Rows
-from precisionctl.trainer.measure.flops import bf16_peak, training_flops
-from precisionctl.trainer.measure.meter import PendingStepCost, host_bytes
+from precisionctl.trainer.measure.flops import training_flops
+from precisionctl.trainer.measure.meter import PendingStepCost
 from precisionctl.trainer.measure.metrics import StepMetrics
 from precisionctl.trainer.optimizer.learning_rate import rate_of_update
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
@@ -172,11 +172,6 @@ class CoreRun:
         self.skipped.count(self.step, loss, norm, self.recipe.train.max_skipped)
         seconds = time.perf_counter() - begun
         self.tokens += targets
-        cuda = self.device.type == "cuda"
-        allocated = torch.cuda.max_memory_allocated() if cuda else 0
-        gpu_bytes, most = self.world.all_reduce_max(torch.tensor([allocated, host_bytes()])).tolist()
-        peak = bf16_peak(torch.cuda.get_device_name()) if cuda else None
-        cost = PendingStepCost(flops / self.world.count, peak, gpu_bytes if cuda else None, most)
         return StepMetrics(
             step=self.step,
             loss=loss,
@@ -185,7 +180,7 @@ class CoreRun:
             tokens=self.tokens,
             tokens_per_second=targets / seconds,
             seconds=seconds,
-            cost=cost.finish(seconds, ()),
+            cost=PendingStepCost.of(flops, self.world, self.device).finish(seconds, ()),
             skipped=self.skipped.running or None,
         )
 

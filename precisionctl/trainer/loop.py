@@ -146,7 +146,8 @@ def _measured_update(run: Run) -> QueuedStep:
     numbers, targets = update(run)
     if run.meter.health is not None:
         numbers = torch.cat([numbers, run.meter.health])
-    reading, cost, ended = AsyncRead(numbers), run.meter.pending_cost(), DeviceEvent(run.device)
+    reading, cost = AsyncRead(numbers), PendingStepCost.of(run.meter.flops, run.world, run.device)
+    ended = DeviceEvent(run.device)
     train, held_out = run.recipe.train, None
     if run.held_out is not None and (run.step % train.eval_every == 0 or run.step == train.steps):
         held_out = held_out_loss(run.model, run.held_out, train.micro_batch_size)

@@ -16,6 +16,7 @@ from precisionctl.codes.numerics import largest_code
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.measure.flops import bf16_peak
 from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.parallel.world import World
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,16 @@ class PendingStepCost:
     gpu_bytes: int | None
     host_bytes: int
 
+    @staticmethod
+    def of(flops: float, world: World, device: torch.device) -> "PendingStepCost":
+        """That of an update of so many FLOPs on all ranks, with the peak of GPU memory since it was reset. All-reduces
+        a CPU tensor only, so that it does not wait for a device."""
+        cuda = device.type == "cuda"
+        allocated = torch.cuda.max_memory_allocated(device) if cuda else 0
+        gpu_bytes, most = world.all_reduce_max(torch.tensor([allocated, host_bytes()])).tolist()
+        peak = bf16_peak(torch.cuda.get_device_name(device)) if cuda else None
+        return PendingStepCost(flops / world.count, peak, gpu_bytes if cuda else None, most)
+
     def finish(self, seconds: float, fp8: Sequence[float]) -> StepCost:
         """The cost of an update that took this long; `fp8` is `Fp8Health.fractions`, empty if FP8 was not watched."""
         flops_per_second = self.flops / seconds
@@ -68,8 +79,6 @@ class Meter:
 
     def __init__(self, model: GPT) -> None:
         self._model, self._world, self._device = model, model.backend.world, model.backend.device
-        self._cuda = self._device.type == "cuda"
-        self._peak = bf16_peak(torch.cuda.get_device_name(self._device)) if self._cuda else None
         self._health = Fp8Health(model)
         self.flops = 0.0
         """Of the coming update, on all ranks."""
@@ -77,7 +86,7 @@ class Meter:
     def begin(self) -> None:
         """To be called before an update."""
         self._health.fractions = None
-        if self._cuda:
+        if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
     @contextmanager
@@ -93,12 +102,6 @@ class Meter:
     def health(self) -> Tensor | None:
         """`Fp8Health.fractions` of the update's last pass, on the device; None if FP8 was not watched."""
         return self._health.fractions
-
-    def pending_cost(self) -> PendingStepCost:
-        """To be called after an update. All-reduces a CPU tensor only, so that it does not wait for a device."""
-        gpu = torch.cuda.max_memory_allocated(self._device) if self._cuda else 0
-        most = self._world.all_reduce_max(torch.tensor([gpu, host_bytes()])).tolist()
-        return PendingStepCost(self.flops / self._world.count, self._peak, most[0] if self._cuda else None, most[1])
 
 
 def host_bytes() -> int:

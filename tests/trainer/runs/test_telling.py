@@ -22,6 +22,7 @@ from precisionctl.trainer import loop, resume as trainer, sequences
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.data import batch as batches
 from precisionctl.trainer.data.batch import Batch, Piece, make_batch
+from precisionctl.trainer.measure.meter import PendingStepCost
 from precisionctl.trainer.measure.metrics import FILE, read_metrics
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
@@ -120,7 +121,7 @@ def test_nothing_is_read_from_the_device_within_a_step_and_nothing_sent_that_is_
             numbers, targets = loop.update(run)
         assert numbers.is_meta and targets == 4 * sum(lengths)
         assert (run.meter.health is not None) == (precision == "fp8-delayed")
-        assert run.meter.pending_cost().flops > 0
+        assert PendingStepCost.of(run.meter.flops, run.world, run.device).flops > 0
     assert copies.waiting == []
 
 
