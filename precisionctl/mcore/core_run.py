@@ -21,7 +21,6 @@ from precisionctl.mcore.core_model import make_stage
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.recipe import Recipe
 from precisionctl.trainer.data import IGNORED, Batch, Blend, Feed, Rows
-from precisionctl.trainer.measure.flops import training_flops
 from precisionctl.trainer.measure.meter import PendingStepCost
 from precisionctl.trainer.measure.metrics import StepMetrics
 from precisionctl.trainer.optimizer.learning_rate import rate_of_update
@@ -143,7 +142,8 @@ class CoreRun:
         Raises as `SkippedSteps.count`."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        begun, batches = time.perf_counter(), self.feed.batches(self.position)
+        begun = time.perf_counter()
+        batches, targets, flops = self.feed.update(self.position, self.model)
         rate = rate_of_update(self.step + 1, self.recipe, self.schedule)
         biases = [
             (buffer, buffer.clone())
@@ -151,10 +151,6 @@ class CoreRun:
             for name, buffer in stage.named_buffers()
             if name.endswith(".expert_bias")
         ]
-        computed = training_flops(self.model, [length for batch in batches for length in batch.lengths])
-        mine = torch.tensor([sum(batch.targets for batch in batches), computed], dtype=torch.float64)
-        of_all = self.world.sum_over_data_ranks(mine)
-        targets, flops = int(of_all[0]), float(of_all[1])
         total = self._accumulate_gradients(batches, targets)
         for group in self.optimizer.param_groups:
             group["lr"], group["weight_decay"] = rate, group["wd_mult"] * self.recipe.optimizer.weight_decay

@@ -163,7 +163,7 @@ def update(run: Run) -> tuple[Tensor, int]:
     If loss or norm is not finite (on all ranks alike), weights and optimizer are left as they are, but the step counts.
     That is decided on the device, so that the host does not wait.
     """
-    batches, targets = run.batches(run.position)
+    batches, targets, run.meter.flops = run.feed.update(run.position, run.model.model)
     bf16 = None
     if run.guard and run.in_fp8 and run.guard.wants_bf16_passes(run.step + 1):
         bf16 = bf16_passes(run, batches, targets)

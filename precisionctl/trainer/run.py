@@ -8,9 +8,8 @@ import torch
 from precisionctl.recipe import Recipe
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.backends.recorder import Recorder
-from precisionctl.trainer.data import Batch, Blend, Feed, Rows
+from precisionctl.trainer.data import Blend, Feed, Rows
 from precisionctl.trainer.guard import Guard
-from precisionctl.trainer.measure.flops import training_flops
 from precisionctl.trainer.measure.meter import Meter
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.optimizer.adamw import RunOptimizer
@@ -44,15 +43,6 @@ class Run:
 
     def __post_init__(self) -> None:
         self.meter, self.feed = Meter(self.model), Feed(self.rows, self.recipe.train, self.device, self.world)
-
-    def batches(self, position: int) -> tuple[list[Batch], int]:
-        """This rank's micro-batches of the update whose rows begin at `position`, and the number of targets that all
-        ranks together have in that update. The meter is told of their FLOPs, too."""
-        batches = self.feed.batches(position)
-        flops = training_flops(self.model.model, [length for batch in batches for length in batch.lengths])
-        mine = torch.tensor([sum(batch.targets for batch in batches), flops], dtype=torch.float64)
-        targets, self.meter.flops = self.world.sum_over_data_ranks(mine).tolist()
-        return batches, int(targets)
 
     def compute_in(self, *, fp8: bool) -> None:
         """Switch an FP8 run to FP8 or BF16 from the next update on. While it computes in BF16 a recorder keeps the FP8
