@@ -257,12 +257,10 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int) -> ModelShape:
     window = None if not distances or int(distances[0]) == -1 else int(distances[0]) + 1
     skipping = args.get("window_attn_skip_freq")
     biased = bool(args.get("add_bias_linear", True))  # Megatron's default
-    epsilon = norm_epsilon(args)
     one_of(args, "experimental_attention_variant", (None, DSA_NAME, CSA_NAME, KDA_NAME, *DELTA_NET_NAMES), None)
     csa = read_csa(args, num_layers)
     latent = args.get("multi_latent_attention") and csa is None
-    sizes: dict[str, Any] = {name: needed(args, name) for name in _MLA if latent}
-    mla = MLA(**sizes) if sizes else None
+    mla = MLA(**{name: needed(args, name) for name in _MLA}) if latent else None
     qkv_biased = bool(args.get("add_qkv_bias")) and mla is None  # MLA's linears have none (multi_latent_attention.py)
     positions = _read_positions(args, num_layers, mla, csa)
     mamba = read_mamba(args)
@@ -287,7 +285,7 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int) -> ModelShape:
         padded_vocab_size=padded_vocab_size,
         make_vocab_size_divisible_by=args.get("make_vocab_size_divisible_by", 128),  # Megatron's default
         max_position_embeddings=needed(args, "max_position_embeddings"),
-        norm_epsilon=epsilon,
+        norm_epsilon=norm_epsilon(args),
         normalization=one_of(args, "normalization", ("RMSNorm", "LayerNorm"), "LayerNorm"),
         zero_centered_gamma=bool(args.get("layernorm_zero_centered_gamma") or args.get("apply_layernorm_1p")),
         sliding_window=window,
