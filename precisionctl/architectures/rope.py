@@ -147,7 +147,7 @@ def rope_by_kind(
             if absent or config.get("rope_parameters"):
                 what = "rotary parameters are said for all layers together, and transformers finds none"
                 raise DamagedCheckpoint(what, do=f"Say them in `rope_parameters` by kind: {', '.join(_LAYERS)}.")
-            if rope_type(parameters) != parameters.get("rope_type", "default"):
+            if "rope_type" not in parameters and rope_type(parameters) != "default":
                 what = f"`type` is {shown(parameters['type'])}, and transformers, which passes over it, scales nothing"
                 raise DamagedCheckpoint(what, do="Say it as `rope_type`, too.")
             parameters = {"full_attention": parameters}

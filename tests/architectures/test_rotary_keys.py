@@ -130,6 +130,13 @@ def test_keys_that_transformers_passes_over_are_refused(family: str, spelling: s
         from_hf_config(spelled(family, SPELLINGS[spelling]))
 
 
+def test_a_kind_of_scaling_that_is_no_word_is_refused_whatever_it_is() -> None:
+    for kind in (float("nan"), None, 1):  # Python's JSON reads NaN, which does not equal itself
+        scaled = pico.config("olmo3") | {"rope_parameters": None, "rope_scaling": {"rope_type": kind}}
+        with pytest.raises(UnknownArchitecture, match="rotary scaling of type"):
+            from_hf_config(scaled)
+
+
 @pytest.mark.parametrize("family", ["glm4-moe", *in_soak("glm", "qwen3-next", "nemotron", "phi", "stablelm")])
 def test_a_share_that_is_null_is_no_familys_default(family: str) -> None:
     """Of GLM-4.5, GLM-4 and Qwen3-Next transformers turns whole heads, and fails of the others."""
