@@ -106,10 +106,6 @@ def _snapshot(path: Path) -> str | None:
     return shlex.quote(main if main in there else there[-1])
 
 
-def _directory_of_file(path: Path) -> str | None:
-    return shlex.quote(str(path.parent.resolve())) if path.is_file() and _is_weights(path) else None
-
-
 def _indexed_data(path: Path) -> str | None:
     """The prefix of Megatron's data that a path is a file of."""
     there = path.suffix in (".bin", ".idx") and all(path.with_suffix(end).is_file() for end in (".bin", ".idx"))
@@ -274,7 +270,7 @@ UNREAD = (
         "one file of a checkpoint, which is a directory",
         "a file `*.safetensors`, `*.bin`, `*.distcp`, `*.pt` or `.metadata`",
         "Give {found}.",
-        _directory_of_file,
+        lambda path: shlex.quote(str(path.parent.resolve())) if path.is_file() and _is_weights(path) else None,
     ),
     Foreign(
         "a file, and no checkpoint",

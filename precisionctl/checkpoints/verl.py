@@ -190,24 +190,23 @@ def _moments(
     parameters: Mapping[str, TensorSpec],
 ) -> dict[str, FlatTensor]:
     """Moments of a kind by parameter."""
-
-    def parts(number: int) -> RankParts:
-        return [(path, state[number][kind]) for path, state in states if number in state]
-
     numbers = [number for group in groups for number in group["params"]]
     if unnamed := {number for _, state in states for number in state}.difference(numbers):
         what = f"the optimizer's state of parameter {shown(min(unnamed))}, which is in none of its groups"
         raise CheckpointError(what, where=states[0][0], do=DROP_OPTIMIZER)
+    parts: dict[int, RankParts] = {
+        number: [(path, state[number][kind]) for path, state in states if number in state] for number in numbers
+    }
     # FSDP 1 saves an output layer that is tied with bytes of its own
     for names in (list(parameters), [name for name in parameters if name != TIED]):
         if len(numbers) == len(names):
             named = names_by_number(groups, names, states[0][0])
-            trained = {named[number]: found for number in numbers if (found := parts(number))}
+            trained = {named[number]: found for number, found in parts.items() if found}
             return {name: _joined(found, name, parameters[name].shape) for name, found in trained.items()}
         units = _units(names)
         if len(units) != len(numbers):
             continue
-        flat = [parts(number) for number in numbers]
+        flat = [parts[number] for number in numbers]
         counts = [[math.prod(parameters[name].shape) for name in unit] for unit in units]
         each = [-(-sum(unit) // len(states)) for unit in counts]
         if [[one.shape for _, one in found] for found in flat] == [[(count,)] * len(states) for count in each]:
