@@ -6,7 +6,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from precisionctl.architectures.families import table_of
+from precisionctl.architectures.families import table_of, to_hf_config
 from precisionctl.codes.numerics import ScaleRounding
 from precisionctl.codes.statistics import Scaling
 from precisionctl.commands.build import Result
@@ -26,6 +26,7 @@ from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
 from precisionctl.conversion.recoding import recoding_notes
 from precisionctl.engines.base import Engine, engines
+from precisionctl.engines.rules.rule import Finding
 from precisionctl.engines.serving import ServingLayout, served_config
 from precisionctl.errors import PrecisionError, RecipeError
 from precisionctl.export import kv_cache
@@ -112,6 +113,7 @@ class _EngineCodes:
             *in_bf16_notes(source.reader, source.plan, precision, scheme, policy.refused),
             *uncoded_tower_notes(plan),
             *rounded_notes(source.reader, plan),
+            *(f"{engine.title} computes otherwise: {each.what}; {each.rule.text}." for each in self._passed_over()),
             serve,
         ]
         states = None if request.target else known.current or known.outdated
@@ -235,17 +237,33 @@ class _EngineCodes:
             )
 
     @cached_property
+    def _stored_config(self) -> Mapping[str, Any]:
+        """The config.json that the result's is made from; empty where there is none."""
+        reader = self.source.reader
+        config: Mapping[str, Any] = parse_json(
+            reader.companions.files.get("config.json", b"{}"), reader.path or "config.json"
+        )
+        return config
+
+    def _passed_over(self) -> list[Finding]:
+        """The settings of the result's config.json that the engine passes over."""
+        config, model = self._stored_config, self.source.plan.model
+        if not config and not isinstance(model, UntabledModel):
+            config = to_hf_config(model, "bfloat16")
+        return self.engine.passed_over(config)
+
+    @cached_property
     def _config(self) -> Mapping[str, Any]:
         """The part of config.json that names the model's class, or code for it; for a wrapper all of it, as it also
         describes the towers."""
-        reader, model = self.source.reader, self.source.plan.model
+        model = self.source.plan.model
         if isinstance(model, UntabledModel):
             config: Mapping[str, Any] = model.config
             return config
-        stored = parse_json(reader.companions.files.get("config.json", b"{}"), reader.path or "config.json")
         if model.wrapper:
-            return stored
-        architecture, own = model.architecture, {"auto_map": stored["auto_map"]} if stored.get("auto_map") else {}
+            return self._stored_config
+        code = self._stored_config.get("auto_map")
+        architecture, own = model.architecture, {"auto_map": code} if code else {}
         return own | {"model_type": architecture, "architectures": [table_of(model).model_types[architecture]]}
 
     def _card(self, plan: Plan, form: WeightFormat) -> Card:

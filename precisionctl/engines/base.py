@@ -16,6 +16,7 @@ import precisionctl.engines
 from precisionctl.discover import discover_names
 from precisionctl.engines.rules.cache_rules import cache_scales_of_latents
 from precisionctl.engines.rules.demands import other_codes, scales_of_no_use, wrong_scales
+from precisionctl.engines.rules.fixed_settings import FixedSettings
 from precisionctl.engines.rules.fused_rules import FusedLinears
 from precisionctl.engines.rules.ignore_lists import in_time
 from precisionctl.engines.rules.method_rules import MethodRules
@@ -77,7 +78,7 @@ class Engine:
     codes but blocks of `quant_method: fp8`. mxfp4_experts: those whose experts may be MXFP4 beside such blocks, and
     what of config.json says that they are (None: their tensors do). no_codes: those of which it computes no codes,
     whatever the format. no_class: those that it is known to have no class for, by `model_type`; of others that have a
-    table nothing is known.
+    table nothing is known. fixed: settings of models that it passes over.
     loads_own_classes: whether it looks for tensors only under the names that the model's own class saves.
 
     demands: all further rules on a directory of codes. keys: the keys that config.json must have, which an export adds.
@@ -100,6 +101,7 @@ class Engine:
     mxfp4_experts: Mapping[str, ExpertDtype | None] = field(default_factory=dict)
     no_codes: Mapping[str, EngineRule] = field(default_factory=dict)
     no_class: Mapping[str, NoClass] = field(default_factory=dict)
+    fixed: Sequence[FixedSettings] = ()
     loads_own_classes: bool = False
 
     def formats(self, method: str) -> Sequence[str]:
@@ -125,6 +127,10 @@ class Engine:
         if known is None or config.get("auto_map") or (known.where and known.where not in config):
             return []
         return [Finding("config.json", f"a {kind}" + (f" with a {known.where}" if known.where else ""), known.rule)]
+
+    def passed_over(self, config: Mapping[str, Any]) -> list[Finding]:
+        """The settings of a model that the engine is known to pass over, as findings."""
+        return [found for settings in self.fixed for found in settings.check(config)]
 
     def check(
         self,
@@ -158,7 +164,7 @@ class Engine:
             name: weight.spec for name, weight in coded.items()
         }
 
-        always = self.without_class(config)
+        always = [*self.without_class(config), *self.passed_over(config)]
         text = _of_text(config)
         for missing, rule in self.keys.items():
             for key in missing(text):

