@@ -39,7 +39,7 @@ from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError
 from precisionctl.fp8.carry import amax_by_module, carry_state
 from precisionctl.fp8.state import Fp8States
-from precisionctl.megatron_flags import flags_of, stateless_words, words_of_bf16
+from precisionctl.megatron_flags import stateless_words, words_of_bf16
 from precisionctl.planning.plan import check_fp8_gemms
 from precisionctl.precision import Precision
 
@@ -65,16 +65,18 @@ def as_values(source: Source) -> Result:
     live = request.fills_extra_state and (in_fp8 or state is not None)
     keeps = request.precision == "keep" and not (state and state.of_gemms)
     before, not_known = _stateless_before(source) if keeps else (None, ())
+    asked = request.recipe if request.recipe and request.recipe.scaling != "delayed" else None
     if storage.layout == "megatron":  # the Writer adds the words of `state`
-        words = stateless_words(before) if before else {}
-        run = replace(run, args={**run.args, **(words if keeps else words_of_bf16(run.args))})
+        off = {} if keeps else words_of_bf16(run.args)
+        stateless = before or asked
+        run = replace(run, args={**run.args, **off, **(stateless_words(stateless) if stateless else {})})
     expert_ranks = None
     if live and plan.model.moe is not None and storage.container != TORCH:  # payloads are cut for each rank of experts
         expert_ranks = storage.parallelism.expert
     notes = [
         *_notes(source, run),
-        *(_stateless_notes(request.recipe) if in_fp8 else ()),
-        *_unsaid_notes(storage, before),
+        *(_stateless_notes(asked) if asked else ()),
+        *_unsaid_notes(storage, before or asked),
         *not_known,
         *(state.notes if state else ()),
         *(payload_notes(storage.te_version, expert_ranks) if live else ()),
@@ -168,30 +170,30 @@ def _stateless_before(source: Source) -> tuple[Precision | None, tuple[str, ...]
     return (None if before is None or before.precision.keeps_state else before.precision), ()
 
 
-def _unsaid_notes(storage: Storage, before: Precision | None) -> Iterator[str]:
-    """What a result does not say of the run before it, which kept no state."""
-    if before is None:
+def _unsaid_notes(storage: Storage, stateless: Precision | None) -> Iterator[str]:
+    """What a result does not say of the precision, without state, of the run before it or of the recipe that was
+    asked for."""
+    if stateless is None:
         return
     if storage.layout == "hf":
         yield (
-            f"The run was in {scaling_words(before.scaling)}, and this result has no place for that: to go on alike, "
-            f"`resume --precision {before.option} --recipe ...`."
+            f"The run was in {scaling_words(stateless.scaling)}, and this result has no place for that: to go on "
+            f"alike, `resume --precision {stateless.option} --recipe ...`."
         )
         return
-    unsaid = ["precision.keep_bf16 " + ", ".join(before.keep_bf16)] * bool(before.keep_bf16)
-    unsaid += ["precision.block.use_f32_scales"] * before.f32_block_scales
+    unsaid = ["precision.keep_bf16 " + ", ".join(stateless.keep_bf16)] * bool(stateless.keep_bf16)
+    unsaid += ["precision.block.use_f32_scales"] * stateless.f32_block_scales
     if unsaid:
-        yield f"Megatron has no arguments for {' and '.join(unsaid)} of the run: `resume --set` gives them again."
+        yield f"Megatron has no arguments for {' and '.join(unsaid)}: `resume --set` gives them again."
 
 
-def _stateless_notes(recipe: Precision | None) -> Iterator[str]:
-    """That a recipe without state leaves nothing in a checkpoint for training."""
-    if recipe and not recipe.keeps_state:
-        flags = " ".join(word for flag in flags_of(stateless_words(recipe)) for word in flag)
-        yield (
-            f"{recipe.scaling} scaling keeps no state, so the result is that of --precision bf16: give the run the "
-            f"recipe, `resume --precision {recipe.option} --recipe ...` here, `{flags}` in Megatron-LM."
-        )
+def _stateless_notes(recipe: Precision) -> Iterator[str]:
+    """What becomes of a recipe without state, which changes no tensor of a checkpoint for training."""
+    yield (
+        f"{scaling_words(recipe.scaling)} keeps no state, so the weights are those of --precision bf16. Megatron's "
+        f"arguments in the result say the recipe: `resume --precision {recipe.option}` goes on in it, and "
+        "`launch-args` prints its flags."
+    )
 
 
 def _live_state(

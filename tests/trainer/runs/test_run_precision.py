@@ -236,11 +236,11 @@ def test_a_run_in_nvfp4_is_one_by_megatron_s_arguments_too(
     found = precision_of_run(reader)
     assert found is not None and (found.said_by, found.precision) == ("Megatron's arguments", expected)
     assert LaunchSource(reader, tmp_path / "megatron").stateless == expected
-    assert not any("of the run" in note or "The run was" in note for note in notes)
+    assert not any("has no arguments" in note or "The run was" in note for note in notes)
 
 
 def test_what_megatron_s_arguments_cannot_say_of_a_run_is_noted(place: Path, tmp_path: Path) -> None:
-    said = "Megatron has no arguments for precision.{} of the run: `resume --set` gives them again."
+    said = "Megatron has no arguments for precision.{}: `resume --set` gives them again."
     notes = convert(place / "block", tmp_path / "megatron", "megatron").notes
     assert said.format("keep_bf16 *.linear_proj") in notes
     found = precision_of_run(open_checkpoint(tmp_path / "megatron"))
@@ -284,9 +284,44 @@ def test_words_of_a_run_that_are_not_known_here_stop_only_what_takes_them(
 def test_a_result_in_another_precision_than_the_run_says_nothing_of_the_run_s(in_fp4: Path, tmp_path: Path) -> None:
     for precision in ("bf16", "fp8"):
         made = convert(in_fp4, tmp_path / precision, "megatron", precision)
-        assert not any("of the run" in note or "The run was" in note for note in made.notes)
+        assert not any("has no arguments" in note or "The run was" in note for note in made.notes)
         found = precision_of_run(open_checkpoint(tmp_path / precision))
         assert found is None if precision == "bf16" else found and found.precision.keeps_state
+
+
+@pytest.mark.parametrize("source", ["source", "delayed", "nvfp4"])
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        (
+            replace(PRESETS["fp8-block"], num_layers_at_start_in_bf16=1, keep_bf16=("*.linear_proj",)),
+            {"fp8": "e4m3", "fp8_recipe": "blockwise", "first_last_layers_bf16": True},
+        ),
+        (PRESETS["fp8-current"], {"fp8": "hybrid", "fp8_recipe": "tensorwise"}),
+        (PRESETS["nvfp4"], {"fp4": "e2m1", "fp4_recipe": "nvfp4"}),
+    ],
+    ids=["block", "current", "nvfp4"],
+)
+@pytest.mark.parametrize("container", ["torch_dist", pytest.param("torch", marks=pytest.mark.soak)])
+def test_a_recipe_without_state_is_in_megatron_s_arguments_from_which_a_run_goes_on(
+    place: Path, in_fp4: Path, tmp_path: Path, source: str, recipe: Precision, expected: dict[str, Any], container: str
+) -> None:
+    """`expected` are Megatron's own words (megatron-core 0.19, TransformerConfig: fp8, fp8_recipe, fp4, fp4_recipe)."""
+    given = in_fp4 if source == "nvfp4" else place / source
+    notes = convert(given, tmp_path / "made", "megatron", "fp8", recipe=recipe, container=container).notes
+    reader = open_checkpoint(tmp_path / "made")
+    assert of_megatron(reader) and expected.items() <= reader.args.items()
+    assert not reader.args.get("fp4" if "fp8" in expected else "fp8"), "Megatron refuses both"
+    assert bool(reader.args.get("first_last_layers_bf16")) is ("first_last_layers_bf16" in expected)
+    said, unsaid = replace(recipe, keep_bf16=()), "Megatron has no arguments for precision.keep_bf16 *.linear_proj: "
+    assert LaunchSource(reader, tmp_path / "made").stateless == said
+    resumed = asked(tmp_path / "made", place, tmp_path / "run", recipe.option)
+    assert dry_run(resumed).plan.recipe.precision == said
+    (note,) = [note for note in notes if "keeps no state" in note]
+    assert f"`resume --precision {recipe.option}` goes on in it" in note
+    assert any(note.startswith(unsaid) for note in notes) is bool(recipe.keep_bf16)
+    convert(tmp_path / "made", tmp_path / "bf16", "megatron", "bf16")
+    assert precision_of_run(open_checkpoint(tmp_path / "bf16")) is None
 
 
 @pytest.mark.parametrize("given", [{"fp4": "e2m1", "fp4_recipe": "nvfp4"}, {"fp8": "hybrid", "fp8_recipe": "mxfp8"}])
