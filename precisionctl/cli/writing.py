@@ -171,7 +171,8 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
         ]
     ),
     help="FP8: static (recorded input scales), dynamic (per token), block (per 128 values), mxfp8 (per 32). Four bits: "
-    "nvfp4 (recorded input scales), mxfp4 (per 32), nvfp4a16 and w4a16 (weights only). Default: the best FP8 scheme. "
+    "nvfp4 (recorded input scales), mxfp4 (per 32), nvfp4a16 and w4a16 (weights only). Default: the best of FP8, or "
+    "what the run was in. "
     "For llama.cpp: bf16 (the default), f16, q8_0, q4_0, and the K-quants between these; mxfp4 and nvfp4 keep such "
     "codes of the source. "
     "For mlx: bf16 (the default), f16, 4bit, 8bit, mxfp4, mxfp8, nvfp4.",

@@ -8,7 +8,7 @@ from typing import Any
 
 from precisionctl.architectures.families import table_of, to_hf_config
 from precisionctl.codes.numerics import ScaleRounding
-from precisionctl.codes.statistics import Scaling
+from precisionctl.codes.statistics import Scaling, scaling_words
 from precisionctl.commands.build import Result
 from precisionctl.commands.misfits import Misfits
 from precisionctl.commands.notes import (
@@ -22,6 +22,7 @@ from precisionctl.commands.notes import (
     unreached_notes,
 )
 from precisionctl.commands.request import Request, numerics
+from precisionctl.commands.run_precision import precision_if_known
 from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
 from precisionctl.conversion.recoding import recoding_notes
@@ -33,11 +34,12 @@ from precisionctl.export import kv_cache
 from precisionctl.export.as_before import AsBefore, all_mxfp4, in_powers_of_2
 from precisionctl.export.encode import InScheme, WeightFormat, encode, fp8_jobs, in_scheme, modules_in_bf16
 from precisionctl.export.model_card import Card, path_in_command
-from precisionctl.export.schemes import best_scheme, kept_in_four_bits
+from precisionctl.export.schemes import best_scheme, kept_in_four_bits, takes
 from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.param import is_slice
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.planning.served_model import served
+from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import FOUR_BITS, SCHEMES, Scheme, quant_methods
 from precisionctl.quant_methods.coded_weights import scheme_of
 from precisionctl.untrusted.safe_json import parse_json
@@ -100,7 +102,7 @@ class _EngineCodes:
         fixed = input_scale_notes(known.current, request.fp8_state, file_is_noted=True)
         read = (source.reader.path if request.iteration is not None else None) or request.source
         notes = [
-            *([f"Scheme {scheme}: {why}."] if why else ()),
+            *([f"Scheme {scheme}: {why}.", *precision_if_known(source.reader)[1]] if why else ()),
             *(fixed if SCHEMES[scheme].fixed_inputs else ()),
             # of an export the choice of the scheme names outdated state; a conversion carries state along, used or not
             *(known.notes if request.target else known_state_notes(known, carried=True)),
@@ -129,7 +131,8 @@ class _EngineCodes:
             return _SCHEMES[recipe.scaling if recipe else "current" if untrained else "delayed"], ""
         if scheme := self.request.scheme_of_codes:
             return scheme, ""
-        asked = source.states is not None and "static" in engine.spells
+        of_run = [each for each in self._schemes_of_run if self._takes(each, jobs)]
+        run = scaling_words(self._run.scaling) if self._run else ""
         scheme, why = best_scheme(
             engine,
             source.plan.model,
@@ -137,19 +140,46 @@ class _EngineCodes:
             source.states,
             source.encodings,
             source.known.why_none,
-            static_jobs=self._misfits(jobs, self._format("static", "")).left() if asked else jobs,
+            of_run=of_run,
+            run=run,
+            recordable=lambda fixed: self._misfits(jobs, self._format(fixed, "")).left() if source.states else jobs,
             are_codes=bool(source.reader.encodings),
         )
+        if self._schemes_of_run and scheme not in of_run:
+            why += f". The run was in {run}"
+            why += f": --scheme {of_run[0]}" if of_run else f", which {engine.title} does not take of this model"
         if source.encodings_now and (own := kept_in_four_bits(engine, source.encodings_now)):
             codes = FOUR_BITS[own]
             why += f". The weights are {codes} codes, and four bits are written only if you ask: --scheme {own}"
         return scheme, why
 
+    @cached_property
+    def _run(self) -> Precision | None:
+        """The precision of the FP8 or NVFP4 run that wrote the source, where that says it in words known here."""
+        run, _ = precision_if_known(self.source.reader)
+        return run.precision if run else None
+
+    @property
+    def _schemes_of_run(self) -> tuple[Scheme, ...]:
+        """The schemes whose weights are like the numbers that a run without state computed with, the better one first;
+        none of a run in current scaling, whose weights have one scale each, and those of `dynamic` one per channel."""
+        if self._run is None or self._run.scaling in ("delayed", "current"):
+            return ()
+        scheme = _SCHEMES[self._run.scaling]
+        return (scheme, "nvfp4a16") if SCHEMES[scheme].fixed_inputs else (scheme,)
+
+    def _takes(self, scheme: Scheme, jobs: Sequence[Job]) -> bool:
+        """Whether the engine takes the weights of all these jobs in a scheme."""
+        engine, model = self.engine, self.source.plan.model
+        if scheme not in engine.spells or not takes(engine, model, jobs, scheme):
+            return False
+        return self._misfits(jobs, self._spelled(scheme)).all_fit_in(scheme)
+
     def _format(self, scheme: Scheme, why: str) -> WeightFormat:
         """The format of the weights: method, scheme, and what new scales are rounded to. `why` says why the scheme was
         chosen, if it was not asked for. Raises PrecisionError for a scheme that the engine does not read, and
         RecipeError for FP8 state that nothing would use."""
-        source, engine = self.source, self.engine
+        engine = self.engine
         if scheme not in engine.spells:
             raise PrecisionError(
                 f"{engine.title} does not read {scheme}", do=f"Choose --scheme {' or '.join(engine.spells)}."
@@ -159,11 +189,17 @@ class _EngineCodes:
             if why:
                 raise RecipeError(f"{what}. It was chosen because {why}", do="Or leave --fp8-state out.")
             raise RecipeError(what, do="Leave --fp8-state out.")
+        return self._spelled(scheme)
+
+    def _spelled(self, scheme: Scheme) -> WeightFormat:
+        """The format of weights in a scheme that the engine reads."""
+        source, engine = self.source, self.engine
         method = engine.spells[scheme]
         rounding: ScaleRounding = "BF16" if engine.methods[method].bf16_scales else "FP32"
         were = source.encodings  # of values too: those that have not changed get their codes again
         were_powers = were is not None and (in_powers_of_2(were) or all_mxfp4(were))  # values of MXFP4 stay exact
-        if scheme == "block" and (were_powers or source.plan.model.architecture in engine.blocks_alone):
+        of_run = self._run is not None and self._run.scaling == "block" and not self._run.f32_block_scales
+        if scheme == "block" and (were_powers or of_run or source.plan.model.architecture in engine.blocks_alone):
             rounding = "powers of 2"
         return WeightFormat(quant_methods()[method], scheme, rounding)
 

@@ -64,7 +64,7 @@ class Misfits:
         # four-bit schemes only if this one has four bits
         bits = [each for each in self.engine.spells if {each, self.form.scheme} <= FOUR_BITS.keys()]
         schemes = (*bits, *schemes_of(self.engine, self.plan.model, self.jobs))
-        fitting = " or ".join(each for each in schemes if self._all_fit_in(each))
+        fitting = " or ".join(each for each in schemes if self.all_fit_in(each))
         others = f"--scheme {fitting}, which takes them, or " if fitting else ""
         if not left or self._loses(name for job in left for name in job.weights):  # in BF16, they would be
             return f"`export-inference` has {others}--target, for another engine."
@@ -73,7 +73,7 @@ class Misfits:
             "them; or name modules in --exclude, or keep_bf16 of a --recipe."
         )
 
-    def _all_fit_in(self, scheme: Scheme) -> bool:
+    def all_fit_in(self, scheme: Scheme) -> bool:
         """Whether the engine takes all weights in another scheme."""
         method = quant_methods()[self.engine.spells[scheme]]
         other = replace(self, form=replace(self.form, method=method, scheme=scheme))

@@ -13,7 +13,7 @@ from precisionctl.checkpoints.megatron.directory import of_megatron
 from precisionctl.checkpoints.megatron.keys import RUN_FILE
 from precisionctl.checkpoints.run_file import identity_of_run
 from precisionctl.conversion.known_state import KnownState
-from precisionctl.errors import RecipeError
+from precisionctl.errors import DamagedCheckpoint, RecipeError
 from precisionctl.megatron_flags import keys_of
 from precisionctl.precision import Precision
 from precisionctl.recipe import recipe_of
@@ -45,6 +45,15 @@ def precision_of_run(reader: Reader) -> RunPrecision | None:
     with suppress(RecipeError):
         return _made(given, "Megatron's arguments") if given else None
     return None
+
+
+def precision_if_known(reader: Reader) -> tuple[RunPrecision | None, tuple[str, ...]]:
+    """As `precision_of_run`, for what can do without it; and a note where the run says it in words not known here, as
+    one of another version may."""
+    try:
+        return precision_of_run(reader), ()
+    except (DamagedCheckpoint, RecipeError) as error:
+        return None, (f"What precision the run was in is not known: {error.what}.",)
 
 
 def precision_to_continue(reader: Reader, known: KnownState, *, state_given: bool) -> RunPrecision | None:

@@ -30,7 +30,7 @@ from precisionctl.commands.notes import (
     tower_notes,
 )
 from precisionctl.commands.request import numerics
-from precisionctl.commands.run_precision import precision_of_run
+from precisionctl.commands.run_precision import precision_if_known, precision_of_run
 from precisionctl.commands.source import Source, with_masters
 from precisionctl.commands.source_notes import decoded_base_notes, source_notes
 from precisionctl.commands.storage import DCP, TORCH, TORCHTITAN, Storage
@@ -160,14 +160,16 @@ def _master_notes(source: Source) -> Iterator[str]:
 def _stateless_before(source: Source) -> tuple[Precision | None, tuple[str, ...]]:
     """The precision of the run that wrote the source, if that keeps no state, else None; and a note where that run, of
     another version perhaps, says it in words not known here. Raises for those where the result takes the precision."""
-    try:
-        before = precision_of_run(source.reader)
-    except (DamagedCheckpoint, RecipeError) as error:
-        if source.request.storage.layout == "megatron":
+    not_known: tuple[str, ...] = ()
+    if source.request.storage.layout == "megatron":
+        try:
+            before = precision_of_run(source.reader)
+        except (DamagedCheckpoint, RecipeError) as error:
             do = "--precision bf16 leaves the run's precision out."
             raise type(error)(error.what, where=error.where, do=do) from None
-        return None, (f"What precision the run was in is not known: {error.what}.",)
-    return (None if before is None or before.precision.keeps_state else before.precision), ()
+    else:
+        before, not_known = precision_if_known(source.reader)
+    return (None if before is None or before.precision.keeps_state else before.precision), not_known
 
 
 def _unsaid_notes(storage: Storage, stateless: Precision | None) -> Iterator[str]:

@@ -15,6 +15,8 @@ from precisionctl.calibration.calibrate import calibrate
 from precisionctl.checkpoints.megatron.directory import of_megatron
 from precisionctl.checkpoints.megatron.keys import RUN_FILE
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
 from precisionctl.commands.run_precision import precision_of_run
 from precisionctl.errors import RecipeError
 from precisionctl.fp8 import sidecar
@@ -276,6 +278,8 @@ def test_words_of_a_run_that_are_not_known_here_stop_only_what_takes_them(
         notes = convert(tmp_path / "run", tmp_path / f"made {to}", "hf", **to).notes
         (note,) = [note for note in notes if note.startswith("What precision the run was in is not known: ")]
         assert word in note
+    exported = plan_command(Request.export(tmp_path / "run", tmp_path / "export", "vllm", keep_misfits=True))
+    assert note in exported.notes
     with pytest.raises(RecipeError, match=rf"{word}.*--precision bf16 leaves the run's precision out"):
         convert(tmp_path / "run", tmp_path / "megatron", "megatron")
     convert(tmp_path / "run", tmp_path / "megatron", "megatron", "bf16")

@@ -1,0 +1,124 @@
+"""The scheme that an export chooses for the checkpoint of a run in FP8 or NVFP4: that in which the run computed."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import in_memory
+import pico
+import pytest
+import torch
+from conversions import carry_out, change_args, run as convert
+from safetensors.torch import load_file
+
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.engines.base import engine_named
+from precisionctl.fp8 import sidecar
+from precisionctl.verify.compare import compare
+from precisionctl.verify.engine_rules import check
+
+WHOLE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
+"""A Llama of which every linear is whole blocks."""
+NVFP4 = {"fp4": "e2m1", "fp4_recipe": "nvfp4"}
+BLOCK = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
+MXFP8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8"}
+CURRENT = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model in both layouts and, as `state`, amaxes of its inputs."""
+    folder = tmp_path_factory.mktemp("of_runs")
+    pico.save(folder / "hf", dtype=torch.bfloat16, **WHOLE)
+    convert(folder / "hf", folder / "megatron", "megatron")
+    sidecar.write(folder / "state", in_memory.recorded(HuggingFaceReader(folder / "hf")))
+    return folder
+
+
+def of_run(place: Path, folder: Path, **args: Any) -> Path:
+    """The checkpoint as Megatron's run with these arguments would have it."""
+    shutil.copytree(place / "megatron", folder)
+    change_args(folder / "release", **args)
+    return folder
+
+
+def chosen(source: Path, target: str = "vllm", **options: Any) -> str:
+    work = plan_command(Request.export(source, source.with_name("out"), target, **options))
+    (note,) = [note for note in work.notes if note.startswith("Scheme ")]
+    return note
+
+
+@pytest.mark.parametrize(
+    ("args", "target", "scheme", "said"),
+    [
+        (NVFP4, "vllm", "nvfp4a16", "the run was in NVFP4, and the checkpoint has no FP8 state"),
+        (NVFP4, "tensorrt-llm", "dynamic", ". The run was in NVFP4: --scheme nvfp4."),
+        (BLOCK, "vllm", "block", "the run was in FP8 with 128-block scaling."),
+        (BLOCK, "transformers", "block", "the run was in FP8 with 128-block scaling."),
+        (MXFP8, "vllm", "mxfp8", "the run was in FP8 with MXFP8 scaling."),
+        (CURRENT, "vllm", "dynamic", "the checkpoint has no FP8 state"),
+        ({}, "vllm", "dynamic", "the checkpoint has no FP8 state"),
+    ],
+)
+def test_the_scheme_is_that_in_which_the_run_computed(
+    place: Path, tmp_path: Path, args: dict[str, Any], target: str, scheme: str, said: str
+) -> None:
+    note = chosen(of_run(place, tmp_path / "run", **args), target)
+    assert note.startswith(f"Scheme {scheme}: ") and said in note
+    assert ("The run was in" in note) is (scheme == "dynamic" and args == NVFP4)
+
+
+@pytest.mark.parametrize("target", ["vllm", "tensorrt-llm"])
+def test_a_run_in_nvfp4_gets_fixed_input_scales_where_amaxes_are_recorded(
+    place: Path, tmp_path: Path, target: str
+) -> None:
+    source = of_run(place, tmp_path / "run", **NVFP4)
+    said = "Scheme nvfp4: the run was in NVFP4, and the FP8 state has an amax for every input, so input scales are "
+    assert chosen(source, target, fp8_state=place / "state") == f"{said}fixed."
+
+
+def test_amaxes_that_were_recorded_for_another_run_s_weights_make_static_and_its_own_scheme_is_named(
+    place: Path, tmp_path: Path
+) -> None:
+    note = chosen(of_run(place, tmp_path / "run", **BLOCK), fp8_state=place / "state")
+    assert note.startswith("Scheme static: the FP8 state has an amax for every input")
+    assert note.endswith(". The run was in FP8 with 128-block scaling: --scheme block.")
+
+
+def test_of_weights_that_the_engine_does_not_take_in_the_run_s_scheme_others_are_chosen(
+    place: Path, tmp_path: Path
+) -> None:
+    """Of 384 rows, each of two GPUs has a block and a half."""
+    note = chosen(of_run(place, tmp_path / "run", **BLOCK), ranks=2)
+    assert note.startswith("Scheme dynamic")
+    assert note.endswith(". The run was in FP8 with 128-block scaling, which vLLM does not take of this model.")
+
+
+@pytest.mark.parametrize("target", ["vllm", "sglang", "tensorrt-llm", "transformers"])
+@pytest.mark.parametrize("scheme", [None, pytest.param("block", marks=pytest.mark.soak)])
+def test_blocks_of_a_run_have_its_scales_which_are_powers_of_two(
+    place: Path, tmp_path: Path, target: str, scheme: Any
+) -> None:
+    """By Transformer Engine's rule (Float8BlockScaling, force_pow_2_scales): the greatest power of two under which the
+    amax of a block stays within 448. `down_proj` is the same matrix in both layouts, so its codes are the run's."""
+    source = of_run(place, tmp_path / "run", **BLOCK)
+    carry_out(Request.export(source, tmp_path / "out", target, scheme), workers=1)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["scale_fmt"] == "ue8m0"
+    name = "model.layers.1.mlp.down_proj.weight"
+    weight, made = (
+        load_file(place / "hf" / "model.safetensors")[name],
+        load_file(tmp_path / "out" / "model.safetensors"),
+    )
+    blocks = weight.double().unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+    scales = 2.0 ** (blocks.abs().amax((1, 3), keepdim=True) / 448).log2().ceil()
+    assert torch.equal(made[f"{name}_scale_inv"].double(), scales[:, 0, :, 0])
+    codes = (blocks / scales).flatten(2).flatten(0, 1).float().to(torch.float8_e4m3fn)
+    assert torch.equal(made[name].float(), codes.float())
+    assert not [
+        finding for finding in check(open_checkpoint(tmp_path / "out"), engine_named(target)) if finding.rule.fatal
+    ]
+    assert compare(open_checkpoint(source), open_checkpoint(tmp_path / "out")).equal
