@@ -2,11 +2,12 @@
 under the name of any run of `resume`: the bundled trainer goes on from them, and the other way around."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from precisionctl.checkpoints.base import has_muon
 from precisionctl.checkpoints.hf_directory.companions import write_companions
 from precisionctl.checkpoints.megatron.arguments import saved_args
 from precisionctl.checkpoints.megatron.carried_run import RESHARDABLE
@@ -19,6 +20,7 @@ from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8.extra_state_writer import ORDER
 from precisionctl.fp8.grouped import in_columns
 from precisionctl.fp8.state import Fp8States
+from precisionctl.mcore.core_muon import begin_states, leave_out_momentum, load_states
 from precisionctl.mcore.core_run import CoreRun
 from precisionctl.param import Parallelism
 from precisionctl.trainer.optimizer.megatron_schedule import megatron_scheduler, training_args
@@ -44,24 +46,35 @@ def load(run: CoreRun, source: TorchDistReader, updates: int | None) -> None:
     from megatron.core import dist_checkpointing
 
     wanted = _sharded_model(run)
+    by_muon = run.recipe.optimizer.by_muon
     if updates is not None:
         wanted["core_optimizer"] = run.optimizer.sharded_state_dict(wanted, is_loading=True, metadata=_metadata())
+        if by_muon and not has_muon(source):
+            leave_out_momentum(wanted["core_optimizer"])
     loaded = dist_checkpointing.load(wanted, str(source.path))
     for stage, name in _named(run).items():
         weights = {key: _NO_STATE if EXTRA_STATE in key else value for key, value in loaded[name].items()}
         run.stages[stage].module.load_state_dict(weights)
     if run.recipe.precision.keeps_state and source.fp8:
         _set_fp8_states(run, source.fp8)
+    chained = run.optimizer.chained_optimizers
     if updates is None:
         run.optimizer.reload_model_params()
-        return
-    chained, state = run.optimizer.chained_optimizers, loaded["core_optimizer"]
+    elif by_muon:
+        load_states(chained, loaded["core_optimizer"], updates)
+    else:
+        _load_distributed(chained, loaded["core_optimizer"], updates)
+    if by_muon:
+        begin_states(chained)
+    run.updates = updates or 0
+
+
+def _load_distributed(chained: Sequence[Any], state: dict[Any, Any], updates: int) -> None:
     for one, saved in zip(chained, [state] if len(chained) == 1 else [state[n] for n in sorted(state)], strict=True):
         # The run's own parameter groups: only the count of updates is taken from the checkpoint
         groups = [{k: v for k, v in group.items() if k != "params"} | {"step": updates} for group in one.param_groups]
         saved |= {"optimizer": {"param_groups": groups}, "param_state_sharding_type": RESHARDABLE}
         one.load_state_dict(saved)
-    run.updates = updates
 
 
 def save(run: CoreRun, plan: RunPlan, identity: Mapping[str, Any], sidecar_state: Fp8States | None) -> None:

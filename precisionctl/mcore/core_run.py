@@ -1,4 +1,4 @@
-"""A run in memory that Megatron-Core trains: stages of its GPTModel in its DistributedDataParallel, its distributed
+"""A run in memory that Megatron-Core trains: stages of its GPTModel in its DistributedDataParallel, its
 optimizer, and the rows of the bundled trainer; and all ranks that train it.
 
 Both trainers make the same updates from the same batches, with one difference: in a batch, Megatron weighs the routers'
@@ -18,6 +18,7 @@ from torch import Tensor
 from precisionctl.conversion.ranks import Ranks
 from precisionctl.errors import RecipeError
 from precisionctl.mcore.core_model import make_stage
+from precisionctl.mcore.core_muon import muon_words
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.recipe import Recipe
 from precisionctl.trainer.data import IGNORED, Batch, Blend, Feed, Rows
@@ -97,6 +98,7 @@ class CoreRun:
             finalize_model_grads,
         )
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer.muon import get_megatron_muon_optimizer
 
         recipe, settings = self.recipe, self.recipe.optimizer
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -104,7 +106,8 @@ class CoreRun:
         config = self.config
         numbers = range(recipe.parallel.virtual) if recipe.parallel.virtual > 1 else [None]
         made = [make_stage(config, self.model, te=self.te, stage=number).to(self.device) for number in numbers]
-        grads = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        distributed = not settings.by_muon  # Megatron's Muon has whole matrices on each rank
+        grads = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
         self.stages = [DistributedDataParallel(config, grads, stage) for stage in made]
         # Storing an optimizer by parameter, Megatron joins buckets without their padding, and looks parameters up with
         # it (distrib_optimizer.py: get_parameter_state_dp_zero and sharded_param_state_fully_reshardable, read in
@@ -118,9 +121,11 @@ class CoreRun:
             )
         schedule = self.schedule
         lr, min_lr = (schedule.max_lr, schedule.min_lr) if schedule else (settings.lr, recipe.min_lr)
-        self.optimizer = get_megatron_optimizer(
+        make_optimizer = get_megatron_muon_optimizer if settings.by_muon else get_megatron_optimizer
+        words = muon_words(settings) if settings.by_muon else {"optimizer": "adam"}
+        self.optimizer = make_optimizer(
             OptimizerConfig(
-                optimizer="adam",
+                **words,
                 lr=lr,
                 min_lr=min_lr,
                 weight_decay=settings.weight_decay,
@@ -130,7 +135,7 @@ class CoreRun:
                 clip_grad=settings.clip_norm,
                 bf16=config.bf16,
                 params_dtype=config.params_dtype,
-                use_distributed_optimizer=True,
+                use_distributed_optimizer=distributed,
             ),
             self.stages,
         )

@@ -24,6 +24,7 @@ from precisionctl.mcore import core_checkpoint
 from precisionctl.mcore.core_log import core_log
 from precisionctl.mcore.core_memory import core_changes, core_memory
 from precisionctl.mcore.core_model import make_config
+from precisionctl.mcore.core_muon import check_muon, require_muon
 from precisionctl.mcore.core_run import CoreRun, CoreWorld, core_world
 from precisionctl.mcore.stand_ins import stand_ins
 from precisionctl.model.model_shape import ModelShape
@@ -59,6 +60,8 @@ def resume(
     with together() as ranks, core_log() as log_goes_to, stand_ins():
         recipe = read_recipe(settings)
         plan = plan_run(settings, recipe, ranks.count, CORE)
+        if recipe.optimizer.by_muon:
+            require_muon(recipe.optimizer)
         with core_world(ranks, recipe) as world, locked(plan.out, world):
             log_goes_to(plan.out if world.first else None)
             return _train(plan, ranks, world, on_start, on_step, on_tokens, until)
@@ -67,6 +70,7 @@ def resume(
 def _check(plan: RunPlan, ranks: int) -> None:
     check(plan.settings, plan.recipe, ranks)
     check_model(plan.model, plan.recipe)
+    check_muon(plan.model, plan.recipe)
     if plan.balance.pooled_loss:
         raise RecipeError(
             "router.pooled_loss is transformers' loss of all layers together, and Megatron-Core has one of each layer",
@@ -117,7 +121,7 @@ def check(settings: Settings, recipe: Recipe, ranks: int) -> None:
         "data.packing": recipe.data.packing,
         "train.graphs": recipe.train.graphs,
         "train.weight_casts = per-update": recipe.train.weight_casts == "per-update",
-        f"optimizer.preset = {recipe.optimizer.preset}": recipe.optimizer.preset != "adamw",
+        f"optimizer.preset = {recipe.optimizer.preset}": recipe.optimizer.preset == "fp8-lm",
         "parallel.replicate": recipe.parallel.replicate != 1,
         "parallel.gather": recipe.parallel.gather != "per-pass",
         "precision.keep_bf16": fp8 and bool(precision.keep_bf16),

@@ -285,7 +285,7 @@ def trained_run(source: RunReader, optimizer: Optimizer) -> TrainerRun:
         run, by_muon = run_of(source), has_muon(source)
     if by_muon and not optimizer.by_muon:
         what = f"Muon trained the matrices, which have no moments for optimizer.preset = {optimizer.preset}"
-        way = "Give --set optimizer.preset=muon with --engine bundled, or --skip optimizer, or --load weights."
+        way = "Give --set optimizer.preset=muon, or --skip optimizer, or --load weights."
         raise CheckpointError(what, where=source.path, do=way)
     return run
 
