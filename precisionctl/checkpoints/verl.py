@@ -156,11 +156,16 @@ def _ranks_of_a_copy(states: Sequence[Mapping[str, Any]]) -> int:
     most = 1
     for name, one in states[0].items():
         if isinstance(one, RankShard) and one.cut:
-            parts = (each.local if isinstance(each := state[name], RankShard) else None for state in states)
-            rows = accumulate(part.shape[0] if isinstance(part, LocatedTensor) and part.shape else 0 for part in parts)
+            rows = accumulate(_rows(state[name]) for state in states)
             whole = (count for count, found in enumerate(rows, 1) if found >= one.shape[0])
             most = max(most, next(whole, len(states)))
     return most
+
+
+def _rows(one: object) -> int:
+    """How many rows of a tensor a rank has: none of what is no part of one."""
+    local = one.local if isinstance(one, RankShard) else None
+    return local.shape[0] if isinstance(local, LocatedTensor) and local.shape else 0
 
 
 def _joined(parts: RankParts, name: str, shape: tuple[int, ...] | None = None) -> FlatTensor:
@@ -194,19 +199,20 @@ def _moments(
     if unnamed := {number for _, state in states for number in state}.difference(numbers):
         what = f"the optimizer's state of parameter {shown(min(unnamed))}, which is in none of its groups"
         raise CheckpointError(what, where=states[0][0], do=DROP_OPTIMIZER)
-    parts: dict[int, RankParts] = {
-        number: [(path, state[number][kind]) for path, state in states if number in state] for number in numbers
-    }
+    parts = {number: [(path, state[number]) for path, state in states if number in state] for number in numbers}
     # FSDP 1 saves an output layer that is tied with bytes of its own
     for names in (list(parameters), [name for name in parameters if name != TIED]):
         if len(numbers) == len(names):
             named = names_by_number(groups, names, states[0][0])
             trained = {named[number]: found for number, found in parts.items() if found}
-            return {name: _joined(found, name, parameters[name].shape) for name, found in trained.items()}
+            return {
+                name: _joined([(path, state[kind]) for path, state in found], name, parameters[name].shape)
+                for name, found in trained.items()
+            }
         units = _units(names)
         if len(units) != len(numbers):
             continue
-        flat = [parts[number] for number in numbers]
+        flat = [[(path, state[kind]) for path, state in parts[number]] for number in numbers]
         counts = [[math.prod(parameters[name].shape) for name in unit] for unit in units]
         each = [-(-sum(unit) // len(states)) for unit in counts]
         if [[one.shape for _, one in found] for found in flat] == [[(count,)] * len(states) for count in each]:

@@ -112,6 +112,10 @@ def rewrite(path: Path, change: Any) -> None:
         (lambda saved: saved["state"].update({99: saved["state"][1]}), "parameter 99, which is in none of its groups"),
         (lambda saved: [one.update(exp_avg=one["exp_avg"].bool()) for one in saved["state"].values()], "is bool"),
         (lambda saved: saved["param_groups"][0]["params"].append(77), "none of this model's"),
+        (
+            lambda saved: (saved["param_groups"][0]["params"].append(77), saved["state"][1].pop("exp_avg")),
+            "none of this model's",
+        ),
         (lambda saved: (saved.clear(), saved.update({"state.a.exp_avg": 1})), "not under numbers"),
     ],
 )
