@@ -1,7 +1,8 @@
 """DeepSpeed's checkpoints are read as what was saved, whatever the stage and the number of ranks."""
 
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from precisionctl.checkpoints.base import Hints, Reader, WithOptimizer
 from precisionctl.checkpoints.chunks import read_tensor
-from precisionctl.checkpoints.deepspeed.reader import DeepSpeedReader
+from precisionctl.checkpoints.deepspeed.reader import DeepSpeedReader, step_directory
 from precisionctl.checkpoints.hf_directory.companions import read_companions
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
@@ -428,6 +429,29 @@ def test_latest_names_nothing_outside_its_folder(tmp_path: Path, llama: Path, na
     (run / "latest").write_text(name)
     with pytest.raises(PrecisionctlError, match="there is no checkpoint in a known format"):
         open_checkpoint(run)
+
+
+def test_a_folder_need_not_be_listed_for_what_latest_names(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of mode 711, as directories above others' are: looking for a name is allowed there, listing is not."""
+    step = files.save(tmp_path / "run", files.states_of(weights_of(llama)), 1, 1)
+    (tmp_path / "run" / "latest").unlink()
+    closed = str(tmp_path / "run")
+
+    def refusing(lists: Callable[..., Any]) -> Callable[..., Any]:
+        def listed(path: Any = ".") -> Any:
+            if str(path) == closed:
+                raise PermissionError(13, "Permission denied", closed)
+            return lists(path)
+
+        return listed
+
+    monkeypatch.setattr(os, "listdir", refusing(os.listdir))
+    monkeypatch.setattr(os, "scandir", refusing(os.scandir))
+    assert step_directory(tmp_path / "run") is None
+    (tmp_path / "run" / "latest").write_text(step.name)
+    assert step_directory(tmp_path / "run") == step
 
 
 @pytest.mark.parametrize("bf16", [False, True])

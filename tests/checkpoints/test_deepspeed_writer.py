@@ -134,10 +134,21 @@ def test_without_an_optimizer_or_in_bf16_there_is_nothing_to_go_on_from(tmp_path
             conversions.run(tmp_path / "hf", tmp_path / "out", "hf", container=UNIVERSAL, **options)
 
 
-@pytest.mark.parametrize("name", ["a/b", "..", ".", "", "x" * 300])
+@pytest.mark.parametrize("name", ["a/b", "..", ".", "", "x" * 300, "\0", "\ud800"])
 def test_a_tensor_with_a_name_that_no_directory_can_have_is_refused_before_anything_is_written(
     tmp_path: Path, name: str
 ) -> None:
     specs = {name: TensorSpec((2,), DType.float32)}
     with pytest.raises(MappingError, match="is no name of a directory"):
         DeepSpeedWriter(tmp_path, specs, Companions(), {}, TrainerRun(1), 1)
+
+
+def test_the_name_that_a_directory_must_be_able_to_have_is_that_of_a_stack_and_not_of_its_slices(
+    tmp_path: Path,
+) -> None:
+    stack = "x" * 234 + ".experts.gate_up_proj"
+    assert len(stack) == 255  # bytes, the most that Linux takes
+    specs = {f"{stack}[{expert}]": TensorSpec((2, 2), DType.float32) for expert in range(2)}
+    DeepSpeedWriter(tmp_path, specs, Companions(), {}, TrainerRun(1), 1).lay_out()
+    (folder,) = tmp_path.glob("*/zero/*")
+    assert folder.name == stack

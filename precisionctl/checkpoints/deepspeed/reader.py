@@ -1,5 +1,6 @@
 """DeepSpeed's checkpoints as a Reader: FP32 masters, and AdamW's moments, under Hugging Face's names."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,11 +27,11 @@ def step_directory(path: Path, iteration: int | None = None) -> Path | None:
     elif has_model_states(path) or is_universal(path):
         return path
     else:
-        there = {one.name for one in path.iterdir()} if path.is_dir() else set()
         for file in LATEST:
             if has_file(path / file, path):
                 name = read_file(path / file, path, most=1 << 12).decode(errors="replace").strip()
-                if name in there:  # else it names something outside the folder, or is no name
+                # else it names something outside the folder, or what no file can be called, which is not there either
+                if Path(name).name == name != ".." and os.path.lexists(path / name):
                     names.append(name)
     folders = [path / name for name in names]
     return next((one for one in folders if has_model_states(one) or is_universal(one)), None)

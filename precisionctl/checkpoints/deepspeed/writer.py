@@ -21,7 +21,7 @@ from precisionctl.checkpoints.other_trainers.trainer_run import TrainerRun
 from precisionctl.checkpoints.output import FileLayout
 from precisionctl.checkpoints.torch_files import torch_zip_writer
 from precisionctl.dtypes import DType
-from precisionctl.errors import MappingError
+from precisionctl.errors import MappingError, shown
 from precisionctl.fp8.state import Fp8States
 from precisionctl.param import MOMENTS, TensorSpec, kind_and_parameter
 
@@ -45,11 +45,9 @@ class DeepSpeedWriter:
         self.directory, self.specs = directory, specs
         self._companions, self._config, self._run, self._iteration = companions, config, run, iteration
         self._tag = f"global_step{iteration}_universal"
-        parameters = {kind_and_parameter(name)[1] for name in specs}
-        if odd := sorted(
-            one for one in parameters if Path(one).name != one or one in ("", "..") or len(one.encode()) > 255
-        ):
-            raise MappingError(f"`{odd[0]}` is no name of a directory, which DeepSpeed has for each parameter")
+        parameters = {kind_and_parameter(stored_name(name)[0])[1] for name in specs}
+        if odd := [name for name in sorted(parameters) if not _can_be_a_directory(name)]:
+            raise MappingError(f"{shown(odd[0])} is no name of a directory, which DeepSpeed has for each parameter")
 
     @cached_property
     def _stored(self) -> Mapping[Path, TensorSpec]:
@@ -122,6 +120,16 @@ class DeepSpeedWriter:
             "ds_config": {},
             "ds_version": _VERSION,
         }
+
+
+def _can_be_a_directory(name: str) -> bool:
+    """Whether a directory can have this name on Linux: one of up to 255 bytes, which are UTF-8 here."""
+    if name in ("", "..") or "\0" in name or Path(name).name != name:
+        return False
+    try:
+        return len(name.encode()) <= 255
+    except UnicodeEncodeError:  # half a surrogate pair
+        return False
 
 
 @functools.cache
