@@ -117,23 +117,33 @@ class HuggingFaceTensors:
         self.idle_biases = _idle_biases(self, self.decoded) if self.decoded else []
         for name in self.idle_biases:
             del self.specs[name]
+        self._check_codes(where)
 
+    def _check_codes(self, where: object) -> None:
+        """Raise PrecisionError for codes in a format that is not read, and DamagedCheckpoint for integers with scales
+        beside them where no `quantization_config` says to have codes; without any they are values. Codes that are not
+        read would be written as values, and without the `quantization_config` nothing could decode them."""
         matrices = {name: spec for name, spec in self.specs.items() if spec.dtype in _PACKED and len(spec.shape) > 1}
-        integers = [name for name in matrices if stored_name(name)[0].endswith(_OF_WEIGHTS)]
+        integers = {name: spec for name, spec in matrices.items() if stored_name(name)[0].endswith(_OF_WEIGHTS)}
         if self.config.get("quantization_config"):
-            lone = [name for name, spec in self.specs.items() if spec.dtype in FP8 and name not in self._scales]
-            if unread := [name for name in (*integers, *lone) if self.specs[name].packing is None]:
-                what = f"`{unread[0]}` is {self.specs[unread[0]].dtype}: codes of a kind that cannot be read"
-                do = "Let the tool that made them decode them, or start from the release in BF16."
-                raise PrecisionError(what, where=self.path, do=do)
-        elif integers:  # without scales beside them they are values
-            scales = [name.rpartition(".") for name in self.specs if _OF_SCALES.fullmatch(name.rpartition(".")[2])]
-            scaled = {module for module, _, _ in scales}
-            for name in integers:
+            for name, spec in self.specs.items():
+                is_coded = name in integers or (spec.dtype in FP8 and name not in self._scales)
+                if is_coded and spec.packing is None:
+                    raise PrecisionError(
+                        f"`{name}` is {spec.dtype}: codes of a kind that cannot be read",
+                        where=self.path,
+                        do="Let the tool that made them decode them, or start from the release in BF16.",
+                    )
+        elif integers:
+            scaled = {name.rpartition(".")[0] for name in self.specs if _OF_SCALES.fullmatch(name.rpartition(".")[2])}
+            for name, spec in integers.items():
                 if not scaled.isdisjoint((name, name.rpartition(".")[0])):
-                    what = f"{name} is {self.specs[name].stored_dtype} codes, with scales beside them, but there is no "
-                    do = "Take config.json from where the weights are from."
-                    raise DamagedCheckpoint(f"{what}`quantization_config`", where=where, do=do)
+                    raise DamagedCheckpoint(
+                        f"{name} is {spec.stored_dtype} codes, with scales beside them, but there is no "
+                        "`quantization_config`",
+                        where=where,
+                        do="Take config.json from where the weights are from.",
+                    )
 
     @property
     def behind(self) -> Collection[str]:

@@ -321,6 +321,17 @@ def test_fp8_beside_codes_has_scales_that_nothing_says_and_is_refused(tmp_path: 
         open_checkpoint(tmp_path)
 
 
+def test_of_codes_that_are_not_read_the_first_in_the_file_is_named(tmp_path: Path) -> None:
+    transposed_directories.make(tmp_path, "awq")
+    dtypes = {"model.norm.weight": torch.float8_e4m3fn, "lm_head.weight": torch.uint8}
+    for name, dtype in dtypes.items():
+        change(tmp_path, name, lambda each, dtype=dtype: each.to(dtype))
+    first, _ = sorted(dtypes, key=list(read_header(tmp_path / "model.safetensors")).index)
+    assert dtypes[first] is torch.float8_e4m3fn
+    with pytest.raises(PrecisionError, match=f"`{first}` is float8_e4m3fn: codes of a kind that cannot be read"):
+        open_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("spelling", "said", "match"),
     [
