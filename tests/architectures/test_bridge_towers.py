@@ -7,7 +7,7 @@ alone. tests/peers/test_bridge.py has what Bridge itself saves.
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -1099,6 +1099,24 @@ def test_query_key_and_value_that_tensor_parallel_ranks_stored_apart_are_read_in
     found = BridgeTowers(ranks, config, InMemory(None, "hf", {}), tmp_path)
     (shown,) = found.specs
     assert torch.equal(read_rows(found, shown, 0, 96), torch.cat([query, key, value]))
+
+
+def test_a_matrix_that_is_turned_is_not_looked_up_before_its_rows_are_read(tmp_path: Path) -> None:
+    """Looking for the pieces of a tensor opens files, and of replicas compares the bytes."""
+    name, looked_up = "multi_modal_projector.proj.weight", []
+
+    class Run(InMemory):
+        def chunks(self, name: str) -> Sequence[Chunk]:
+            looked_up.append(name)
+            return super().chunks(name)
+
+    matrix = torch.arange(6.0).view(2, 3)
+    found = BridgeTowers(
+        Run(None, "megatron", {name: matrix}), {"model_type": "gemma3"}, InMemory(None, "hf", {}), tmp_path
+    )
+    (shown,) = found.specs
+    assert found.chunks(shown) and not looked_up
+    assert torch.equal(read_rows(found, shown, 0, 3), matrix.t()) and looked_up
 
 
 def test_towers_of_another_reference_are_refused(tmp_path: Path) -> None:

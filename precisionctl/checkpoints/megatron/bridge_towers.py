@@ -103,12 +103,13 @@ class BridgeTowers:
         if name in self._chunks:
             return self._chunks[name]
         bridge, row, part = self._moved[name]
-        spec, stored = self.specs[name], self._stored.chunks(bridge)
-        if row.transposed:
+        spec = self.specs[name]
+        if row.transposed:  # whose chunks are looked for when rows are read: that opens files
             found = [Chunk(whole(spec), TransposedRows(self._stored, bridge))]
         elif row.order is None:
-            found = [*stored]
+            found = [*self._stored.chunks(bridge)]
         else:
+            stored = self._stored.chunks(bridge)
             order = self._orders(row.order, self._stored.specs[bridge].rows)[part]
             found = [
                 Chunk(box, stored[number].place, stored[number].offset + skipped * spec.dtype.itemsize)
@@ -168,6 +169,7 @@ def _check_tensors(specs: Mapping[str, TensorSpec], config: Config, where: Path)
                 raise DamagedCheckpoint(what, where=where, do=do)
             if lost := [number for number in range(len(found)) if (str(number),) not in found]:
                 raise DamagedCheckpoint(f"there is no `{tensor.replace('*', str(lost[0]))}`", where=where, do=do)
+            # a list: what config.json says of the width may be a list too, which has no hash
             shapes = [*{spec.shape for spec in found.values()}]
             if width is not None and tensor.endswith(_OF_WIDTH) and shapes != [(width,)]:
                 what = f"`{tensor}` has not the {shown(width)} numbers that {part} says"
