@@ -53,7 +53,12 @@ MIXER = keys.GgufEntry(
 )
 
 
-MIXER_AS_MAMBA2 = replace(MIXER, write=lambda model: {key: _write_mixer(model)[key] for key in _KEYS})
+def _write_as_mamba2(model: ModelShape) -> keys.Said:
+    said = _write_mixer(model)
+    return {key: said[key] for key in _KEYS}
+
+
+MIXER_AS_MAMBA2 = replace(MIXER, write=_write_as_mamba2)
 """In the order of Mamba-2's converter."""
 NO_MIXER = keys.ignored_keys(*_KEYS)
 """Of a family whose converter also has models with mixers, and writes their keys of all."""
