@@ -33,6 +33,7 @@ class BitNetCodes(DecodedWeights):
 
     def _find(self, quantization: Mapping[str, Any]) -> None:
         specs = self._stored.specs
+        # With other settings than these a model computes with other weights than are stored
         said, mode = quantization.get("linear_class", _CLASSES[0]), quantization.get("quantization_mode", "offline")
         if not isinstance(said, str) or said not in _CLASSES or mode not in ("offline", "online"):
             what = f"`linear_class` {shown(said)} with `quantization_mode` {shown(mode)}, which are not known"

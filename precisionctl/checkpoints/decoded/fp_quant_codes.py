@@ -85,8 +85,9 @@ class FPQuantCodes(DecodedWeights):
         module, columns = name.removesuffix(".weight"), self.specs[name].columns
         matrix, divisor = self._once(module, self._back)
         if divisor is None:
-            values = read_rows(self._stored, f"{module}.dqweight", row, rows).double()
-            return values.view(-1, len(matrix)).matmul(matrix).float(), f"{module}.dqweight"
+            stored = read_rows(self._stored, f"{module}.dqweight", row, rows)
+            values = stored.double().view(-1, len(matrix)).matmul(matrix)  # exact
+            return values.float(), f"{module}.dqweight"
         here = Box(row, rows, 0, columns // self._format.group)
         stored = read_box(self._stored, f"{module}.scales", here).view(self._format.scale.torch)
         scales = self._checked_scales(f"{module}.scales", stored.float())

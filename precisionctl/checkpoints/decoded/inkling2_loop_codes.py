@@ -81,8 +81,9 @@ class Inkling2LoopCodes(DecodedWeights):
         for stack, count in experts.items():
             factors, kind = _factors(stack), _MXFP8
             if not self._stored.specs.keys().isdisjoint(factors):
-                kind = _NVFP4
-                for name, shapes in zip(factors, (((count,),), ((), (1,), (count,))), strict=True):
+                kind = _NVFP4  # which has two numbers more for each stack: both, or none
+                amaxes, denominators = factors
+                for name, shapes in ((amaxes, [(count,)]), (denominators, [(), (1,), (count,)])):
                     spec = self._present(name)
                     if spec.shape not in shapes or spec.dtype not in FLOATS:
                         what = f"{name} is {spec.stored_dtype} of shape {list(spec.shape)}, for {count} experts"

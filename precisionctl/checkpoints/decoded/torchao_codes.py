@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.chunks import Box, read_box, read_rows
@@ -82,20 +81,9 @@ class TorchaoCodes(DecodedWeights):
     """The weights of a directory that transformers saved with torchao."""
 
     def _find(self, quantization: Mapping[str, Any]) -> None:
-        # what the files' metadata say of each tensor, and of which it is that it was a subclass's
-        texts: dict[str, str] = {}
-        for file in sorted({place for place, _ in self._stored.places.values()}):
-            objects = {name: text for name, text in read_described(file)[1].items() if text[:1] == "{"}
-            for name, text in objects.items():
-                if texts.setdefault(name, text) != text:
-                    raise DamagedCheckpoint(f"two files say different things of {shown(name)}", where=file)
-        parsed = {name: parse_json(text.encode(), self._where) for name, text in texts.items()}
-        coded = {name: said for name, said in parsed.items() if said.get("_type") not in (None, "Tensor")}
-
-        inside = names_inside(coded, self._where)
         self._weights: dict[str, _FlatTensor] = {}
-        for name, said in coded.items():
-            self._weights |= self._coded(inside[name], said)
+        for name, said in self._described().items():
+            self._weights |= self._coded(name, said)
         found = self._weights.values()
         self.read = {each for weight in found for each in (weight.codes, weight.scale, weight.zeros) if each}
         codes = (name for name in self._stored.specs if stored_name(name)[0].endswith("_qdata"))
@@ -136,6 +124,19 @@ class TorchaoCodes(DecodedWeights):
         assert coded.zeros, "as the class has"
         return values.mul_(every(coded.scale)).add_(every(coded.zeros))
 
+    def _described(self) -> Mapping[str, Mapping[str, Any]]:
+        """What the files' metadata say of each weight that is a subclass's."""
+        texts: dict[str, str] = {}
+        for file in sorted({place for place, _ in self._stored.places.values()}):
+            objects = {name: text for name, text in read_described(file)[1].items() if text[:1] == "{"}
+            for name, text in objects.items():
+                if texts.setdefault(name, text) != text:
+                    raise DamagedCheckpoint(f"two files say different things of {shown(name)}", where=file)
+        parsed = {name: parse_json(text.encode(), self._where) for name, text in texts.items()}
+        coded = {name: said for name, said in parsed.items() if said.get("_type") not in (None, "Tensor")}
+        inside = names_inside(coded, self._where)
+        return {inside[name]: said for name, said in coded.items()}
+
     def _coded(self, name: str, said: Mapping[str, Any]) -> dict[str, _FlatTensor]:
         """The weight of this name, or its slices if it is of experts. Raises PrecisionError for a class, or tensors of
         it, that are not read."""
@@ -154,10 +155,12 @@ class TorchaoCodes(DecodedWeights):
             raise self._unread(what)
         module, _, parameter = name.rpartition(".")
         prefix = f"{module}._{parameter}_"
-        # a tensor of experts is read as its slices
-        numbered = (f"[{number}]" for number in count())
-        slices = list(takewhile(lambda index: f"{prefix}qdata{index}" in self._stored.specs, numbered))
-        return {f"{name}{index}": self._checked(f"{name}{index}", prefix, index, described) for index in slices or [""]}
+        slices = [""]
+        if f"{prefix}qdata[0]" in self._stored.specs:  # a tensor of experts, which is read as its slices
+            slices = ["[0]"]
+            while f"{prefix}qdata[{len(slices)}]" in self._stored.specs:
+                slices.append(f"[{len(slices)}]")
+        return {f"{name}{index}": self._checked(f"{name}{index}", prefix, index, described) for index in slices}
 
     def _checked(self, name: str, prefix: str, index: str, said: _Said) -> _FlatTensor:
         """Raises DamagedCheckpoint for tensors that do not fit one another."""
