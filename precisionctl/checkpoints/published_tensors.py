@@ -42,19 +42,7 @@ def read_published(
             where=where,
             do="Keep the file that is the model, under the usual name, and remove the key.",
         )
-    # The `quantization_config` that it has anywhere, or that older ModelOpts wrote in a file of its own. Some of them
-    # did not write `quant_method`, which is known by that file or by `quant_algo` then
-    beside, quantization = path / QUANT_CONFIG, said_quantization(config)
-    from_file = not quantization and has_file(beside, path)
-    if from_file:
-        quantization = read_json(beside, path).get("quantization")
-        if not isinstance(quantization, dict):
-            raise DamagedCheckpoint("no `quantization`", where=beside)
-    if isinstance(quantization, dict) and "quant_method" not in quantization:
-        if from_file or "quant_algo" in quantization:
-            quantization = {"quant_method": "modelopt"} | quantization
-    if quantization:
-        config = config | {"quantization_config": quantization}
+    config = _with_quantization(config, path)
     if file_format is not SAFETENSORS and quant_method_of(config) == "torchao":
         raise PrecisionError(
             "tensors of torchao in pickles, which are not read",
@@ -70,6 +58,21 @@ def read_published(
     if unsaid := _unsaid_codes(config, path, places):
         config |= {"quantization_config": unsaid}
     return places, config, wrapped
+
+
+def _with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """config.json, with the `quantization_config` that it has anywhere, or that older ModelOpts wrote in a file of its
+    own. Some of them did not write `quant_method`, which is known by that file or by `quant_algo` then."""
+    beside = path / QUANT_CONFIG
+    found = said_quantization(config)
+    from_file = not found and has_file(beside, path)
+    if from_file:
+        found = read_json(beside, path).get("quantization")
+        if not isinstance(found, dict):
+            raise DamagedCheckpoint("no `quantization`", where=beside)
+    if isinstance(found, dict) and "quant_method" not in found and (from_file or "quant_algo" in found):
+        found = {"quant_method": "modelopt"} | found
+    return config | {"quantization_config": found} if found else config
 
 
 def _unsaid_codes(config: Mapping[str, Any], path: Path, names: Collection[str]) -> dict[str, Any] | None:

@@ -47,23 +47,18 @@ def llama_config(said: ParamsJson, read: Callable[[], Places]) -> MadeConfig:
     vocabulary = said.take("vocab_size", -1)
     with in_its_words(_WORDS):
         hidden_size = size(config, "hidden_size")
-
-    # two thirds of four times the hidden size, times a number, rounded up (llama/model.py, FeedForward)
-    unit = size({"multiple_of": said.take("multiple_of", 256)}, "multiple_of")
-    more = said.take("ffn_dim_multiplier", 1)
-    rows = int(real(more, "ffn_dim_multiplier") * int(2 * (4 * hidden_size) / 3))
-    if rows > LARGEST:
-        raise DamagedCheckpoint(f"ffn_dim_multiplier is {shown(more)}")
-    config["intermediate_size"] = int(unit * (-(-rows // unit)))
-
+    config["intermediate_size"] = _intermediate_size(said, hidden_size)
     theta, notes = real(said.take("rope_theta", 10000.0), "rope_theta"), list[str]()
     scaled = is_on({"use_scaled_rope": said.take("use_scaled_rope", False)}, "use_scaled_rope")
     config["rope_theta"] = theta
     if scaled:
         factor = (said.known.rope_scaling or {}).get("factor") if said.known else None
         if factor is None and (hidden_size, config["num_hidden_layers"]) in _LLAMA_3_2:
-            what = "use_scaled_rope without a factor, which is 8 in Meta's code and 32 in Llama 3.2 1B and 3B as "
-            raise DamagedCheckpoint(f"{what}published", do=WITH_REFERENCE)
+            raise DamagedCheckpoint(
+                "use_scaled_rope without a factor, which is 8 in Meta's code and 32 in Llama 3.2 1B and 3B as "
+                "published",
+                do=WITH_REFERENCE,
+            )
         factor = 8.0 if factor is None else float(factor)
         config["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **LLAMA3}
     release, positions = _SCALED if scaled else _OF_BASE.get(theta, _OTHERS)
@@ -81,3 +76,13 @@ def llama_config(said: ParamsJson, read: Callable[[], Places]) -> MadeConfig:
         config |= {"bos_token_id": _BEGIN, "eos_token_id": _END}
         notes.append(f"A text ends with token {_END}, as of a base model; a chat model's may end with 128009 too.")
     return MadeConfig(config, _WORDS, tuple(notes))
+
+
+def _intermediate_size(said: ParamsJson, hidden_size: int) -> int:
+    """Two thirds of four times the hidden size, times a number, rounded up (llama/model.py, FeedForward)."""
+    unit = size({"multiple_of": said.take("multiple_of", 256)}, "multiple_of")
+    more = said.take("ffn_dim_multiplier", 1)
+    rows = int(real(more, "ffn_dim_multiplier") * int(2 * (4 * hidden_size) / 3))
+    if rows > LARGEST:
+        raise DamagedCheckpoint(f"ffn_dim_multiplier is {shown(more)}")
+    return int(unit * (-(-rows // unit)))

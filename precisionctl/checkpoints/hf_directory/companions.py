@@ -224,13 +224,11 @@ class _Code:
         kept, gone, elsewhere = {}, [], []
         for key, value in auto_map.items():
             references = [one for one in (value if isinstance(value, list) else [value]) if one is not None]
-            classes = [one for one in references if isinstance(one, str) and _CLASS.fullmatch(one)]
-            code = [f"{one.partition('.')[0]}.py" for one in classes]
             if all(isinstance(one, str) and "--" in one for one in references):
                 elsewhere += references
-            elif len(code) == len(references) and self.there.issuperset(code):
-                for file in code:
-                    self._add(file)
+            elif all(self._is_here(one) for one in references):
+                for one in references:
+                    self._add(_file_of(one))
             else:
                 gone.append(f"{key} ({', '.join(map(str, references))})")
                 continue
@@ -248,6 +246,10 @@ class _Code:
             del config["auto_map"]
         return to_json(config)
 
+    def _is_here(self, reference: object) -> bool:
+        """Whether a reference is of a class in a file of the directory."""
+        return isinstance(reference, str) and bool(_CLASS.fullmatch(reference)) and _file_of(reference) in self.there
+
     def _add(self, file: str) -> None:
         """Add a file, and the files of the directory that it imports."""
         if file in self.files:
@@ -261,6 +263,10 @@ class _Code:
             self._add(imported)
         if missing := sorted(imports - self.there):
             self.notes.append(f"{file} imports what is not in the directory: {listed(missing)}.")
+
+
+def _file_of(reference: str) -> str:
+    return f"{reference.partition('.')[0]}.py"
 
 
 def to_json(value: object) -> bytes:

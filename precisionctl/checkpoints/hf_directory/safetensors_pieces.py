@@ -7,6 +7,7 @@ So nothing here would miss the files of the last ranks; the sizes of the model d
 """
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from precisionctl.checkpoints.hf_directory.huggingface_files import SAFETENSORS, file_format_of, unindexed
@@ -52,29 +53,31 @@ def read_pieces(directory: Path) -> Index:
             span = Span(path, stored.offset, stored.spec.nbytes)
             piece = DcpPiece(places[name], stored.spec.shape, span, bare=True)
             found.setdefault(name, []).append((stored.spec.dtype, piece))
+    return Index({name: _joined(name, pieces, directory) for name, pieces in found.items()}, {})
 
-    whole: dict[str, DcpTensor] = {}
-    for name, pieces in found.items():
-        dtype, first = pieces[0]
-        apart: dict[tuple[int, ...], DcpPiece] = {}
-        for other, piece in pieces:
-            where = piece.span.path
-            if other != dtype or len(piece.sizes) != len(first.sizes):
-                what = f"`{name}` has pieces {dtype} {list(first.sizes)} and {other} {list(piece.sizes)}"
-                raise DamagedCheckpoint(what, where=where, do=_COPY)
-            # A rank without rows has an empty piece
-            if math.prod(piece.sizes) and (twice := apart.setdefault(piece.offsets, piece)) is not piece:
-                what = f"the piece of `{name}` at {list(piece.offsets)} is in {twice.span.path.name} too"
-                raise DamagedCheckpoint(what, where=where, do=_COPY)
-        ends = ([at + size for at, size in zip(one.offsets, one.sizes, strict=True)] for _, one in pieces)
-        shape = tuple(map(max, zip(*ends, strict=True)))
-        # Before memory of these sizes is allocated
-        has = sum(math.prod(piece.sizes) for piece in apart.values())
-        if has != math.prod(shape):
-            what = f"the pieces of `{name}` reach to {list(shape)}, and have {has} of those {math.prod(shape)} elements"
-            raise DamagedCheckpoint(what, where=directory, do=_COPY)
-        whole[name] = DcpTensor(shape, dtype, tuple(apart.values()) or (first,))
-    return Index(whole, {})
+
+def _joined(name: str, pieces: Sequence[tuple[DType, DcpPiece]], directory: Path) -> DcpTensor:
+    """The tensor that reaches as far as its pieces do. Raises DamagedCheckpoint for pieces of several tensors, or that
+    have other elements than it has."""
+    dtype, first = pieces[0]
+    apart: dict[tuple[int, ...], DcpPiece] = {}
+    for other, piece in pieces:
+        where = piece.span.path
+        if other != dtype or len(piece.sizes) != len(first.sizes):
+            what = f"`{name}` has pieces {dtype} {list(first.sizes)} and {other} {list(piece.sizes)}"
+            raise DamagedCheckpoint(what, where=where, do=_COPY)
+        # A rank without rows has an empty piece
+        if math.prod(piece.sizes) and (twice := apart.setdefault(piece.offsets, piece)) is not piece:
+            what = f"the piece of `{name}` at {list(piece.offsets)} is in {twice.span.path.name} too"
+            raise DamagedCheckpoint(what, where=where, do=_COPY)
+    ends = ([at + size for at, size in zip(one.offsets, one.sizes, strict=True)] for _, one in pieces)
+    shape = tuple(map(max, zip(*ends, strict=True)))
+    # Before memory of these sizes is allocated
+    has = sum(math.prod(piece.sizes) for piece in apart.values())
+    if has != math.prod(shape):
+        what = f"the pieces of `{name}` reach to {list(shape)}, and have {has} of those {math.prod(shape)} elements"
+        raise DamagedCheckpoint(what, where=directory, do=_COPY)
+    return DcpTensor(shape, dtype, tuple(apart.values()) or (first,))
 
 
 def file_of_other_ranks(directory: Path) -> str | None:

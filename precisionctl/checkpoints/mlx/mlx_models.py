@@ -92,7 +92,8 @@ def _why_not_loaded(model: ModelShape) -> str | None:
         "one expert for each token": moe is not None and moe.topk == 1 and name in _ONE_EXPERT_AS_IT_IS,
         "rotary embeddings that are not scaled": name in ("deepseek_v2", "minicpm3") and not scaling,
         f"rotary embeddings scaled as {shown(kind)}": bool(scaling) and kind not in _SCALINGS.get(name, (kind,)),
-        "an attention_factor of YaRN": kind == "yarn"  # which mlx-lm makes of the other settings, whatever it is
+        # which mlx-lm makes of the other settings, whatever it is
+        "an attention_factor of YaRN": kind == "yarn"
         and factor is not None
         and not isclose(factor, yarn_mscale(scaling["factor"], 1.0), rel_tol=1e-6),
         "layers that share an indexer": model.dsa is not None and not all(model.dsa.layers),

@@ -261,9 +261,7 @@ def in_published_names(places: Places, config: dict[str, Any], where: Path) -> t
     """
     if quant_method_of(config) == OF_TRANSFORMERS:
         return places, config
-    words = [name for name, (_, tensor) in places.items() if tensor.spec.dtype == DType.uint32]
-    in_words = (name.removesuffix(".weight") for name in words if name.endswith(".weight"))
-    coded = next((f"{module}.weight" for module in in_words if f"{module}.scales" in places), None)
+    coded = next((name for name, (_, tensor) in places.items() if _is_coded(name, tensor, places)), None)
     if not (coded or saved_by_mlx(file for file, _ in places.values())):
         return places, config
     said = config.get(MLX_KEY)
@@ -298,12 +296,11 @@ def in_published_names(places: Places, config: dict[str, Any], where: Path) -> t
 
     if not coded and not any(map(PART.fullmatch, found)):
         return found, config
-    said_of = dict[str, Any]()  # modules by the names of their published tensors
+    by_module = dict[str, Any]()  # as published tensors name it; other settings stay what they are
     for key, value in (settings or {}).items():
-        weights_of_module = names.get(f"{key}.weight", [])
-        modules = [name.removesuffix(".weight") for name in weights_of_module] or [key]
-        said_of |= dict.fromkeys(modules, value)
-    return found, config | {"quantization_config": said_of | {"quant_method": METHOD}}
+        for name in names.get(f"{key}.weight") or [f"{key}.weight"]:
+            by_module[name.removesuffix(".weight")] = value
+    return found, config | {"quantization_config": by_module | {"quant_method": METHOD}}
 
 
 def _of_text_model(
@@ -325,6 +322,11 @@ def _of_text_model(
     said = settings and {name.removeprefix(before): its for name, its in settings.items()}
     tied = model.tied_embeddings and "lm_head.weight" not in alone
     return alone, said, to_hf_config(replace(model, wrapper=None, tied_embeddings=tied), DType.bfloat16.value)
+
+
+def _is_coded(name: str, tensor: StoredTensor, places: Places) -> bool:
+    coded = name.endswith(".weight") and tensor.spec.dtype == DType.uint32
+    return coded and f"{name.removesuffix('weight')}scales" in places
 
 
 def saved_by_mlx(files: Iterable[Path]) -> bool:
