@@ -65,7 +65,7 @@ def as_in_plans(
     if not parts:
         return dict(found)
     model = None if parts.isdisjoint(_OF_GEMMA_4) else described()
-    if model and not model.global_attention:
+    if model and not model.global_attention:  # of another family, which has such names too
         model = None
     if model is None and not parts.isdisjoint(_BY_KIND):
         what = "Megatron-Bridge counts kinds of layers apart, as of a Gemma 4, and no config.json of one says which"

@@ -180,17 +180,13 @@ def find_iteration(path: Path, iteration: int | None, complete: Callable[[Path],
     if iteration is not None and (complete(path) or there == ["release"]):  # which has no number
         advice = f"Leave --iteration out: there is only {there[0] if there else 'this one'}."
 
+    wanted: int | None  # None: the release
     if iteration is not None:
-        wanted: int | None = iteration
+        wanted = iteration
     elif has_file(path / TRACKER, path):
         wanted = read_tracker(path, advice)
     elif has_file(path / BRIDGE_TRACKER, path):
-        tracker = path / BRIDGE_TRACKER  # its training state, as tensors of one element
-        state = torch_zip.load(read_file(tracker, path), tracker)
-        step = state.get("step") if isinstance(state, dict) else None
-        if not isinstance(step, torch.Tensor) or step.numel() != 1 or step.is_floating_point() or step < 0:
-            raise DamagedCheckpoint("it names no step", where=tracker)
-        wanted = int(step)
+        wanted = _bridge_step(path)
     else:
         raise CheckpointError(f"there is no {TRACKER} to say which iteration is meant", where=path, do=advice)
 
@@ -199,6 +195,16 @@ def find_iteration(path: Path, iteration: int | None, complete: Callable[[Path],
         raise CheckpointError(f"{found.name} is not a complete checkpoint", where=path, do=advice)
     check_link(found, path)
     return found
+
+
+def _bridge_step(path: Path) -> int:
+    """The iteration that Megatron-Bridge's tracker names: it is a training state, as tensors of one element."""
+    tracker = path / BRIDGE_TRACKER
+    state = torch_zip.load(read_file(tracker, path), tracker)
+    step = state.get("step") if isinstance(state, dict) else None
+    if not isinstance(step, torch.Tensor) or step.numel() != 1 or step.is_floating_point() or step < 0:
+        raise DamagedCheckpoint("it names no step", where=tracker)
+    return int(step)
 
 
 def read_tracker(path: Path, advice: str) -> int | None:

@@ -236,6 +236,7 @@ def _joined(found: Mapping[str, LogicalTensor]) -> dict[str, LogicalTensor]:
         for pattern, ends in _APART:
             match = pattern.fullmatch(first)
             parts = [found[match[1] + end] for end in ends if match[1] + end in found] if match else []
+            # of one kind are tensors that can stand one above the other
             kinds = {(part.spec.dtype, part.spec.shape[1:], bool(part.spec.shape)) for part in parts}
             if not match or match[1] in joined or len(parts) < len(ends) or len(kinds) != 1:
                 continue

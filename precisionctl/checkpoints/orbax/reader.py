@@ -104,7 +104,9 @@ class OrbaxReader(TrainerDirectory):
             elif name.startswith(("opt_state.", AUX)) or _GENERATORS.fullmatch(name):
                 self.not_carried.append(name)
                 continue
-            else:  # as MaxText's converter has it: numbers of layers belong to the word before them
+            else:
+                # As MaxText's converter has it: numbers of layers belong to the word before them, and the `value` of a
+                # variable of NNX is no part of the name
                 inside = name[outer.end() :] if (outer := _PARAMETERS.match(name)) else name
                 kind, parameter = "", re.sub(r"(?<=[^.])\.(\d+)(?=\.)", r"_\1", inside).removesuffix(".value")
             found.setdefault(kind, []).append((name, parameter, array))

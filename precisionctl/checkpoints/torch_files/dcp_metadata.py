@@ -282,12 +282,19 @@ def _entries(index: Index) -> Iterator[tuple[str, PickledObject]]:
 
 
 def _storage(index: Index) -> Iterator[tuple[PickledObject, PickledObject]]:
-    tensors = ((key, _size(one.offsets), one.span) for key, tensor in index.tensors.items() for one in tensor.pieces)
-    objects = ((key, None, span) for key, span in index.objects.items())
-    for key, offset, span in itertools.chain[tuple[str, PickledObject | None, Span]](tensors, objects):
-        info = {"relative_path": span.path.name, "offset": span.offset, "length": span.length}
-        place = PickledObject(Global(_METADATA, "MetadataIndex"), (key, offset))
-        yield place, _object(_FILESYSTEM, "_StorageInfo", **info)
+    for key, tensor in index.tensors.items():
+        for piece in tensor.pieces:
+            yield _metadata_index(key, _size(piece.offsets)), _storage_info(piece.span)
+    for key, span in index.objects.items():
+        yield _metadata_index(key, None), _storage_info(span)
+
+
+def _metadata_index(key: str, offset: PickledObject | None) -> PickledObject:
+    return PickledObject(Global(_METADATA, "MetadataIndex"), (key, offset))
+
+
+def _storage_info(span: Span) -> PickledObject:
+    return _object(_FILESYSTEM, "_StorageInfo", relative_path=span.path.name, offset=span.offset, length=span.length)
 
 
 def _object(module: str, name: str, **fields: object) -> PickledObject:

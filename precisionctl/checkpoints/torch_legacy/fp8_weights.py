@@ -95,11 +95,11 @@ def _shard_encoding(name: str, replicas: tuple[Shard, ...], found: Fp8Weights) -
             raise DamagedCheckpoint(f"`{name}` has scales of {list(scale.shape)}", where=path)
         own = grid[:high, :wide].contiguous()  # what pads is cut off
         made.append(encoding(own, Scales(name, None, block), spec, path))
-        first, other = made[0], made[-1]
-        if first.block != other.block or not torch.equal(first.scale_inv.float(), other.scale_inv.float()):
+    for shard, other in zip(replicas[1:], made[1:], strict=True):
+        if not made[0].same(other):
             raise DamagedCheckpoint(
                 f"`{name}` has other scales than in {replicas[0].rank.path.parent.name}",
-                where=path,
+                where=shard.rank.path,
                 do="Ranks that hold the same tensor must agree. Do these files belong to one checkpoint?",
             )
     return made[0]

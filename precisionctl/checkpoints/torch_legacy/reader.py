@@ -246,8 +246,8 @@ class LegacyReader(MegatronReader):
         if name.endswith("linear_qkv.weight") and self.args.get(HEAD_WISE_GATE):
             # Rows of groups, then of gates: as many of the latter as linear_proj reads heads
             with damage("heads with gates, and no linear_proj or kv_channels says how many", self.path):
-                read = self._shards[name.replace("linear_qkv", "linear_proj")][0][0].tensor.shape[1]
-                gates = read // int(self.args["kv_channels"])
+                columns = self._shards[name.replace("linear_qkv", "linear_proj")][0][0].tensor.shape[1]
+                gates = columns // int(self.args["kv_channels"])
                 return replace(ROWS, parts=(shard.shape[0] - gates, gates))
         # If the first linear of an MLP has gate and up, it has twice as many rows as the second has columns
         shapes = [self._shards[weight][0][0].tensor.shape for weight in fc_weights(name) if weight in self._shards]
