@@ -144,20 +144,13 @@ class ChangedTensor:
             found = self.parts[0].rows(row, rows)
             found = self.factors.divided(found, row) if self.factors else found
         elif self.change.moves_rows:
-            numbers, start = self._order[row : row + rows], 0
-            found = torch.empty(len(numbers), *self.spec.shape[1:], dtype=self.spec.dtype.torch)
-            for part in self.parts:
-                for first, count in _runs(numbers[(numbers >= start) & (numbers < start + part.shape[0])] - start):
-                    here = (numbers >= start + first) & (numbers < start + first + count)
-                    values = part.rows(first, count)[torch.from_numpy(numbers[here] - start - first)]
-                    found[torch.from_numpy(here)] = values.to(found.dtype)
-                start += part.shape[0]
+            found = self._moved(self._order[row : row + rows])
         else:
             alone = self.change.alone(self.model)
             each = self.spec.rows // alone
             first, stop = row // each, -(-(row + rows) // each)
             parts = []
-            for part in self.parts:
+            for part in self.parts:  # each is as many equal runs of rows as the tensor
                 of_run = part.shape[0] // alone
                 parts.append(part.rows(first * of_run, (stop - first) * of_run))
             found = self.change.to_hf(parts, self.model)[row - first * each :][:rows]
@@ -172,6 +165,18 @@ class ChangedTensor:
             start += part.shape[0]
         order: np.ndarray[tuple[int], np.dtype[np.int64]] = self.change.to_hf(numbers, self.model)
         return order
+
+    def _moved(self, numbers: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
+        """Rows of the parts by their numbers, as `_order` counts them."""
+        found = torch.empty(len(numbers), *self.spec.shape[1:], dtype=self.spec.dtype.torch)
+        start = 0
+        for part in self.parts:
+            for first, count in _runs(numbers[(numbers >= start) & (numbers < start + part.shape[0])] - start):
+                here = (numbers >= start + first) & (numbers < start + first + count)
+                values = part.rows(first, count)[torch.from_numpy(numbers[here] - start - first)]
+                found[torch.from_numpy(here)] = values.to(found.dtype)
+            start += part.shape[0]
+        return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,7 +40,9 @@ KDA_HEADS = keys.GgufEntry(
     _read_heads,
     lambda model: {
         "attention.head_count": model.num_attention_heads,
-        keys.HEADS_KV: [*(int(not delta) for delta in keys.value_of(model, "gdn.layers")), *[1] * model.mtp_num_layers],
+        keys.HEADS_KV: [
+            0 if delta else 1 for delta in (*keys.value_of(model, "gdn.layers"), *[False] * model.mtp_num_layers)
+        ],
     },
 )
 """To llama.cpp all heads have one key, the latent, and layers of delta attention none."""
