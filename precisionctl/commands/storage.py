@@ -70,7 +70,8 @@ class Storage:
             raise RecipeError(f"--to {to} is not split for ranks", do="Leave --tp and its like out.")
         if self.container not in (known := CONTAINERS[self.layout]):
             what = f"--to {self.layout} is not written as {self.container}"
-            raise RecipeError(what, do=f"Known: {', '.join(known)}. {meant(self.container, known)}".rstrip())
+            taken = [each for each in known if each not in _ASKED_AS]  # the others have a `--to` of their own
+            raise RecipeError(what, do=f"Known: {', '.join(taken)}. {meant(self.container, taken)}".rstrip())
 
     @property
     def is_state_dict(self) -> bool:

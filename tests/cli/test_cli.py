@@ -765,6 +765,8 @@ def test_options_that_contradict_one_another_are_wrong_usage(tmp_path):
         ("torchtitan", "--container=dcp", "--to torchtitan is not written as dcp. Give --to dcp alone."),
         ("hf", "--container=dcp", "--to hf is not written as dcp. Give --to dcp alone."),
         ("megatron", "--container=deepspeed-universal", "Give --to deepspeed alone."),
+        ("hf", "--container=torch", "--to hf is not written as torch. Known: safetensors, bin.\n"),
+        ("hf", "--container=torchtitn", "--to hf is not written as torchtitn. Known: safetensors, bin.\n"),
         ("dcp", "--container=torch_dist", "--to dcp is not written as torch_dist. Leave --container out."),
         ("deepspeed", "--precision=fp8", "Leave --precision out."),
         ("torchtitan", "--precision=fp8", "Leave --precision out."),
