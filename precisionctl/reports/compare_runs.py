@@ -17,6 +17,9 @@ from precisionctl.trainer.saved.run_folder import differing_settings, settings_o
 LAST_STEPS = 100
 """How many of the last common steps the mean gap is taken over, if nobody says otherwise."""
 
+_MOST_PLACES = 17
+"""Decimal places of a percent that tell any gap of losses from a limit, but for the last bits of a number."""
+
 
 @dataclass(frozen=True)
 class Gap:
@@ -78,9 +81,10 @@ class RunComparison:
     def verdict(self, limit: float) -> str:
         """Whether all runs are within a gate, in words."""
         beyond = self.beyond(limit)
-        gaps = ", ".join(f"{gap.run} {percent(gap.mean)}" for gap in beyond or self.gaps)
-        how = "Further than" if beyond else "Within"
-        return f"{how} {limit:.2%} of {self.curves[0].name} over the last {counted(self.last, 'step')}: {gaps}."
+        places = _places(limit, [gap.mean for gap in beyond])
+        gaps = ", ".join(f"{gap.run} {percent(gap.mean, places)}" for gap in beyond or self.gaps)
+        how = f"{'Further than' if beyond else 'Within'} {percent(limit, places).removeprefix('+')}"
+        return f"{how} of {self.curves[0].name} over the last {counted(self.last, 'step')}: {gaps}."
 
     def as_json(self, limit: float | None = None) -> dict[str, Any]:
         """Gaps as ratios, not percents. `within` is the verdict of a gate at `limit`; both are null without one."""
@@ -136,6 +140,16 @@ class RunComparison:
         ]
         columns = ("run", "steps in common", "loss now", "gap now", "mean gap", "of last", "worst gap", "at step")
         return Table(f"Training loss against {self.curves[0].name}", columns, rows)
+
+
+def _places(limit: float, beyond: Sequence[float]) -> int:
+    """The decimal places of a percent, two at least, that show a limit as it is and each gap `beyond` it as larger."""
+
+    def is_enough(places: int) -> bool:
+        shown, *gaps = (round(100 * abs(ratio), places) for ratio in (limit, *beyond))
+        return math.isclose(shown, 100 * limit) and all(gap != shown for gap in gaps)
+
+    return next(filter(is_enough, range(2, _MOST_PLACES)), _MOST_PLACES)
 
 
 def compare(paths: Sequence[Path], last: int) -> RunComparison:

@@ -18,6 +18,6 @@ class Table:
         return bool(self.rows) and all(cell[:1].isdigit() or cell in ("inf", "nan") for cell in cells)
 
 
-def percent(ratio: float) -> str:
+def percent(ratio: float, places: int = 2) -> str:
     """A relative gap with its sign: `+0.12 %`."""
-    return f"{100 * ratio:+.2f} %"
+    return f"{100 * ratio:+.{places}f} %"

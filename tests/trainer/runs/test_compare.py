@@ -9,7 +9,7 @@ from soaking import in_soak
 
 from precisionctl.errors import DataError, printable
 from precisionctl.reports import plot
-from precisionctl.reports.compare_runs import LAST_STEPS, RunComparison, compare, draw, find_gap
+from precisionctl.reports.compare_runs import LAST_STEPS, Gap, RunComparison, compare, draw, find_gap
 from precisionctl.reports.curves import Curve, read_curve, read_curves
 from precisionctl.reports.plot import smoothed
 from precisionctl.trainer.saved.run_folder import Saved, sign
@@ -57,7 +57,25 @@ def test_a_gate_wants_as_many_steps_as_it_takes_the_mean_of():
     with pytest.raises(DataError, match="has 5 steps in common with first, and a gate .* of 6.*--last 5"):
         RunComparison([first, other], [gap], last=6).verdict(0.01)
     enough = RunComparison([first, other], [find_gap(other, first, 5)], last=5)
-    assert enough.verdict(0.01) == "Within 1.00% of first over the last 5 steps: other +0.00 %."
+    assert enough.verdict(0.01) == "Within 1.00 % of first over the last 5 steps: other +0.00 %."
+
+
+@pytest.mark.parametrize(
+    ("limit", "mean", "of", "gap"),
+    [
+        (1e-2, -0.0123, "1.00 %", "-1.23 %"),
+        (1e-6, 3.4e-6, "0.0001 %", "+0.0003 %"),  # which two places show as 0
+        (1e-6, 1.02e-6, "0.000100 %", "+0.000102 %"),
+        (0.01, 0.010004, "1.0000 %", "+1.0004 %"),
+        (0.00015, 1.0, "0.015 %", "+100.000 %"),  # a limit is not rounded
+        (0.0, 1e-7, "0.00000 %", "+0.00001 %"),
+        (0.01, math.nan, "1.00 %", "+nan %"),
+    ],
+)
+def test_a_verdict_tells_the_limit_and_a_gap_beyond_it_apart(limit: float, mean: float, of: str, gap: str) -> None:
+    found = Gap("other", 1, 1, 2.0, mean, mean, mean, 1)
+    comparison = RunComparison([curve({1: 2.0}, "first"), curve({1: 2.0}, "other")], [found], last=1)
+    assert comparison.verdict(limit) == f"Further than {of} of first over the last 1 step: other {gap}."
 
 
 def test_a_smoothed_curve_is_the_mean_of_the_last_hundredth_of_its_steps():
