@@ -431,6 +431,18 @@ def test_latest_names_nothing_outside_its_folder(tmp_path: Path, llama: Path, na
         open_checkpoint(run)
 
 
+@pytest.mark.parametrize("linked", [True, False])
+def test_latest_that_is_a_directory_is_nothing_of_deepspeeds(tmp_path: Path, llama: Path, linked: bool) -> None:
+    """Such a link to the newest step is common in folders of Megatron's."""
+    run = tmp_path / "run"
+    conversions.run(llama, run, "megatron")
+    if linked:
+        (run / "latest").symlink_to("release")
+    else:
+        (run / "latest").mkdir()
+    assert isinstance(open_checkpoint(run), TorchDistReader)
+
+
 def test_a_folder_need_not_be_listed_for_what_latest_names(
     tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
