@@ -121,16 +121,18 @@ def _writer(source: Source, result: Result, output: Output) -> Writer:
             storage.max_shard_size,
         )
     run = trainer_run_of(source.trained) if source.trained and storage.is_state_dict else None
-    if storage.container in (DCP, TORCHTITAN):
-        make_dcp = TorchtitanWriter if storage.container == TORCHTITAN else DcpWriter
-        return make_dcp(output.partial, plan.targets, companions, config, run)
+    if storage.container == DCP:
+        return DcpWriter(output.partial, plan.targets, companions, config, run)
+    updates = run.updates if run else 0
+    iteration = updates if source.reader.iteration is None else source.reader.iteration
+    if storage.container == TORCHTITAN:
+        return TorchtitanWriter(output.partial, plan.targets, companions, config, run, iteration)
     if storage.container == DEEPSPEED:
         if run is None:
             raise MappingError(
                 "the source has no optimizer, and DeepSpeed cannot continue without one",
                 do="Write --to hf, and start the run from these weights.",
             )
-        iteration = run.updates if source.reader.iteration is None else source.reader.iteration
         return DeepSpeedWriter(output.partial, plan.targets, companions, config, run, iteration)
     if storage.layout == "hf":
         return HuggingFaceWriter(

@@ -126,6 +126,11 @@ def _notes(source: Source, run: CarriedRun) -> Iterator[str]:
         schedule = "" if storage.container == TORCHTITAN else "the schedule of learning rates, "
         yield f"Not carried over from the run: {schedule}{', '.join(OF_THE_LOOP)}."
 
+    if source.trained and storage.container == DCP:  # which has no place for an iteration
+        iteration, updates = source.trained.iteration, trainer_run_of(source.trained).updates
+        if iteration not in (None, updates):
+            yield f"Not carried over from the run: its iteration, {iteration}; the result has Adam's count, {updates}."
+
     defaults: dict[str, Any] = {}  # of settings that the source does not say, and that the result's loader needs
     if source.trained and storage.container in (DCP, TORCHTITAN):
         defaults |= trainer_run_of(source.trained).defaults(ADAMW_SETTINGS)

@@ -1,6 +1,7 @@
 """torchtitan's checkpoints of other models than Llama are read and written under its names. tests/peers has torchtitan
 itself."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import conversions
 import pico
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from prediction_layer import add_mtp
 from safetensors.torch import load_file
 from soaking import in_soak
@@ -17,6 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from trained_models import config_of, save, states, trained
 
+from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.errors import MappingError, PrecisionctlError
@@ -119,6 +122,36 @@ def test_what_is_written_has_its_names_and_comes_back_with_the_optimizer(tmp_pat
     if model.config.tie_word_embeddings:
         trains.remove("lm_head.weight")
     assert {key for key in keys if key.endswith(".exp_avg")} == {f"optimizer.state.{name}.exp_avg" for name in trains}
+
+
+def test_an_iteration_is_torchtitans_step_where_adam_made_fewer_updates(tmp_path: Path) -> None:
+    """Read by PyTorch, as its Trainer (`train_state`) and LRSchedulersContainer ask for it. A DCP has no place."""
+    model, optimizer = trained("llama-3", updates=1)
+    made = config_of(model, save(tmp_path / "made", states(model, optimizer)))
+    (made / "trainer_state.json").write_text(json.dumps({"global_step": 500}))
+    conversions.run(made, tmp_path / "megatron", "megatron")
+    conversions.run(tmp_path / "megatron", tmp_path / "titan", "hf", container="torchtitan")
+    found: dict[str, Any] = {"lr_scheduler": {"last_epoch": 0}, "train_state": {"step": 0}}
+    found["optimizer"] = {"state.norm.weight.step": torch.zeros(())}
+    dcp.load(found, storage_reader=FileSystemReader(tmp_path / "titan"), no_dist=True)
+    assert (found["lr_scheduler"], found["train_state"]) == ({"last_epoch": 500}, {"step": 500})
+    assert found["optimizer"] == {"state.norm.weight.step": torch.tensor(1.0)}
+
+    assert open_checkpoint(tmp_path / "titan").iteration == 500
+    for source in ("made", "megatron", "titan"):
+        notes = conversions.run(tmp_path / source, tmp_path / f"{source}-dcp", "hf", container="dcp").notes
+        lost = "Not carried over from the run: its iteration, 500; the result has Adam's count, 1."
+        assert [note for note in notes if "its iteration" in note] == [lost]
+    assert open_checkpoint(tmp_path / "made-dcp").iteration == 1
+    again = conversions.run(tmp_path / "made-dcp", tmp_path / "again", "hf", container="dcp")
+    assert not [note for note in again.notes if "its iteration" in note]
+
+
+def test_a_step_is_read_as_the_tensor_that_older_versions_have(tmp_path: Path) -> None:
+    model = pico.make("llama-3")
+    stored = in_torchtitan("llama-3", model.state_dict()) | {"train_state.step": torch.tensor(7, dtype=torch.int32)}
+    made = config_of(model, save(tmp_path / "made", stored))
+    assert open_checkpoint(made).iteration == 7
 
 
 def test_layers_of_prediction_have_numbers_of_their_own(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from precisionctl.checkpoints.other_trainers.trainer_run import (
     TrainerRun,
     adam_run,
     muon_settings,
+    number,
     trainer_step,
     with_parameters,
 )
@@ -71,6 +72,9 @@ _AUTOMODEL_UNFINISHED = ".incomplete"
 
 TORCHTITAN, OLMO_CORE = "torchtitan", "OLMo-core"
 """Trainers that have names of their own for a model's tensors."""
+
+_TITANS_STEP = "train_state.step"
+"""Where torchtitan has the step of a run: a number, in older versions a tensor."""
 
 _ALL_RANKS = "Copy the files of all ranks. If they are there, let PyTorch join them: consolidate_safetensors_files."
 
@@ -191,6 +195,7 @@ class DcpModelReader(TrainerDirectory):
                 self._optimizer = replace(self._optimizer, unread=unread)
         payloads = {name: stored.pop(name) for name in list(stored) if EXTRA_STATE in name}
         self._payloads = [name for name, one in payloads.items() if 0 not in one.shape]
+        self._step = _object(index, _TITANS_STEP)
         self._pickled = [span for name, span in index.objects.items() if EXTRA_STATE in name]
         keys = {index.keys_above.get(name) for name in stored}
         key = keys.pop() if len(keys) == 1 else None
@@ -305,9 +310,12 @@ class DcpModelReader(TrainerDirectory):
 
     @cached_property
     def iteration(self) -> int | None:
-        """The step that Hugging Face's Trainer names, else Adam's count; None for weights alone."""
+        """The step that Hugging Face's Trainer or torchtitan names, else Adam's count; None for weights alone. Raises
+        DamagedCheckpoint for a step that is no number."""
         if (step := trainer_step(self.path)) is not None:
             return step
+        if self._step and self.names_of == TORCHTITAN:
+            return number(torch_zip.skeleton_at(self._step), self._step.path)
         with suppress(CheckpointError):  # there is no optimizer, or one that can only be dropped
             return self._optimizer.updates  # not `trainer_run`: each setting would take a read
         return None
@@ -318,6 +326,13 @@ class DcpModelReader(TrainerDirectory):
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         return self._stored.chunks_at(self._places[name])
+
+
+def _object(index: dcp_metadata.Index, key: str) -> Span | None:
+    """Where an object is, or a tensor of one piece that a program has for it."""
+    if key in index.tensors and len(pieces := index.tensors[key].pieces) == 1:
+        return pieces[0].span
+    return index.objects.get(key)
 
 
 def _has_state(span: Span) -> bool:

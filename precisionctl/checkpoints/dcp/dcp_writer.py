@@ -115,11 +115,11 @@ class DcpWriter:
             yield self._path_of_state(name, "step"), count, ()
         known = {**self._run.settings, **self._run.defaults(ADAMW_SETTINGS)}
         settings = {key: known[key] for key in ADAMW_SETTINGS} | _SWITCHES
-        for place_of, value in self._settings(decayed, settings, self._run.updates):
+        for place_of, value in self._settings(decayed, settings):
             yield place_of, torch_zip_writer.dump(value), None
 
     def _settings(
-        self, decayed: Mapping[str, bool], settings: Mapping[str, Any], updates: int
+        self, decayed: Mapping[str, bool], settings: Mapping[str, Any]
     ) -> Iterator[tuple[tuple[str | int, ...], Any]]:
         """The `settings` of AdamW, each with its path, in two groups: of the parameters that decay, and of others."""
         for number, undecayed in enumerate((False, True)):
@@ -130,8 +130,21 @@ class DcpWriter:
 
 class TorchtitanWriter(DcpWriter):
     """As DcpWriter, but as torchtitan's checkpoint manager writes it: weights at the top, the optimizer flat, with
-    settings for each parameter, and AdamW's count as the progress of schedule and training. `specs` have torchtitan's
-    names. The bias by which it balances experts begins at zero where `specs` have none."""
+    settings for each parameter, and the run's `iteration` as the progress of training and of its schedule, which takes
+    a step in each iteration (LRSchedulersContainer). `specs` have torchtitan's names. The bias by which it balances
+    experts begins at zero where `specs` have none."""
+
+    def __init__(
+        self,
+        directory: Path,
+        specs: Mapping[str, TensorSpec],
+        companions: Companions,
+        config: Mapping[str, Any],
+        run: TrainerRun | None,
+        iteration: int,
+    ) -> None:
+        super().__init__(directory, specs, companions, config, run)
+        self._iteration = iteration
 
     def _small_entries(self) -> Iterator[tuple[tuple[str | int, ...], bytes, tuple[int, ...] | None]]:
         yield from super()._small_entries()
@@ -149,11 +162,11 @@ class TorchtitanWriter(DcpWriter):
         return "optimizer", f"state.{parameter}.{kind}"
 
     def _settings(
-        self, decayed: Mapping[str, bool], settings: Mapping[str, Any], updates: int
+        self, decayed: Mapping[str, bool], settings: Mapping[str, Any]
     ) -> Iterator[tuple[tuple[str | int, ...], Any]]:
         for parameter, does in decayed.items():
             for key, value in (settings if does else {**settings, **_UNDECAYED}).items():
                 yield ("optimizer", f"param_groups.{parameter}.{key}"), value
-        yield ("lr_scheduler", "last_epoch"), updates
-        yield ("train_state", "step"), updates
+        yield ("lr_scheduler", "last_epoch"), self._iteration
+        yield ("train_state", "step"), self._iteration
         yield ("train_state", "ntokens_seen"), 0
