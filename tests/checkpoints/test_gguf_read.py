@@ -199,7 +199,11 @@ def test_no_scheme_is_named_that_makes_no_such_file(
         metadata["general.file_type"] = file_type
     (tmp_path / "llama.gguf").write_bytes(gguf_files.file(metadata, tensors))
     (note,) = (note for note in open_checkpoint(tmp_path / "llama.gguf").notes() if "codes of GGUF" in note)
-    end = f"--scheme {scheme}` makes such anew." if scheme else "There is no way back to those codes."
+    end = (
+        f"--scheme {scheme}` makes new codes of these values, perhaps others."
+        if scheme
+        else "There is no way back to those codes."
+    )
     assert note.endswith(end)
 
 
@@ -217,7 +221,7 @@ def test_a_conversion_needs_no_reference_and_exports_are_those_of_the_values(tmp
     assert "Q8_0" in said["bytes_by_dtype"] and said["precision"] == "Q8_0 codes of GGUF, read as float32"
     command = conversions.run(tmp_path / "llama.gguf", tmp_path / "hf", "hf", verify=True)
     (note,) = (note for note in command.notes if "Weights were Q8_0 codes of GGUF, read as float32" in note)
-    assert "--target llama.cpp --scheme q8_0` makes such anew" in note
+    assert "--target llama.cpp --scheme q8_0` makes new codes of these values, perhaps others" in note
     assert open_checkpoint(tmp_path / "hf").model == open_checkpoint(tmp_path / "published").model
     for source in ("llama.gguf", "hf"):
         export = Request.export(tmp_path / source, tmp_path / f"{source}-fp8", "vllm", "dynamic")

@@ -71,7 +71,7 @@ class MlxCodes(DecodedWeights):
     """The weights of a directory that mlx-lm quantized, under the names of published files. The config has its
     settings, and those of modules' own, by their names."""
 
-    way_back = "`export-inference --target mlx` makes such anew."
+    way_back = "`export-inference --target mlx` makes new codes of these values, perhaps others."
 
     def _find(self, quantization: Mapping[str, Any]) -> None:
         specs = self._stored.specs

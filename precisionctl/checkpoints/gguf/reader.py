@@ -105,7 +105,7 @@ class GgufReader:
         if self.coded:
             scheme = scheme_of(self.metadata.get("general.file_type"), {*self.coded})
             command = f"`export-inference --target llama.cpp --scheme {scheme}`"
-            back = f"{command} makes such anew." if scheme else NO_WAY_BACK
+            back = f"{command} makes new codes of these values, perhaps others." if scheme else NO_WAY_BACK
             yield f"Weights were {self.words}. {back}"
 
         # A chat model's file ends texts otherwise than its base, and is of the same model
