@@ -78,7 +78,9 @@ def verdict(comparison: Comparison) -> str:
         words = [f"{n} of them by their codes"] if (n := statuses["encoded"]) else []
         words += [f"{n} rounded"] if (n := statuses["rounded"]) else []
         return f"The same: {', '.join(['all ' + counted(count, 'tensor'), *words])}."
-    of_all = f"{different:,} of {counted(count, 'tensor')}"
+    of_zeros = sum(tensor.status == "signs of zeros" for tensor in comparison.tensors)
+    alone = f" ({of_zeros:,} in the signs of zeros alone)" if of_zeros else ""
+    of_all = f"{different:,} of {counted(count, 'tensor')}{alone}"
     of_state = f"{counted(states, 'difference')} of FP8 state"
     optimizers = len(comparison.optimizer)
     of_optimizer = f"{counted(optimizers, 'setting')} of the optimizer"

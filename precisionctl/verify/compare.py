@@ -31,7 +31,7 @@ from precisionctl.verify.mmproj_towers import TowersOfBoth, mmproj_of, towers_of
 from precisionctl.verify.not_compared import NotCompared, of_keys
 from precisionctl.verify.optimizers import both_optimizers, compare_optimizer_settings, optimizer_specs
 from precisionctl.verify.state_comparison import compare_states
-from precisionctl.verify.tensor_comparison import Status, TensorComparison, compare_extras, compare_tensors
+from precisionctl.verify.tensor_comparison import DIFFERS, Status, TensorComparison, compare_extras, compare_tensors
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def _left_out(a: Reader, b: Reader, towers: TowersOfBoth | None, derived: Sequen
 
 def _differing_in_ggufs_codes(sides: Mapping[str, _Side], tensors: Sequence[TensorComparison]) -> list[NotCompared]:
     """The types of GGUF's codes of tensors that differ."""
-    differing, found = [tensor.name for tensor in tensors if tensor.status == "differs"], list[str]()
+    differing, found = [tensor.name for tensor in tensors if tensor.status in DIFFERS], list[str]()
     for letter, side in sides.items():
         if isinstance(side.reader, GgufReader):
             there = {

@@ -19,7 +19,10 @@ from precisionctl.verify.losses import Losses
 if TYPE_CHECKING:
     from torch import Tensor
 
-Status = Literal["exact", "rounded", "encoded", "lost", "differs", "shape", "only in A", "only in B"]
+Status = Literal["exact", "rounded", "encoded", "lost", "signs of zeros", "differs", "shape", "only in A", "only in B"]
+
+DIFFERS: tuple[Status, ...] = ("signs of zeros", "differs")
+"""Values that differ, of one shape: in nothing but 0 and -0, or in more."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class TensorComparison:
     """One tensor. `rounded`: one side is exactly the other rounded to its dtype, as mlx-lm's norms plus one are, too.
     `encoded`: one side is exactly the encoding of the other, under the scale stored with it, or as ggml or MLX encodes
     it. `lost`: it is that encoding, but its scales make no sense, so it does not represent the values
-    (`verify/losses.py`).
+    (`verify/losses.py`). `signs of zeros`: nothing differs but that some zeros are 0 on one side and -0 on the other.
 
     SQNR in dB (infinite without noise), the largest absolute error, and the number of values that differ (`differing`)
     compare B's values with A's; None if they cannot be subtracted. `remark` says what the codes have lost, if that is
@@ -114,6 +117,8 @@ def _measured(
     found = Differences()
     for left, right in pieces:
         found.see(left, right)
+    if status == "differs" and not found.largest_error:  # NaN and infinity are infinitely far from other values
+        status = "signs of zeros"
     return TensorComparison(name, status, dtypes, found.sqnr_db, found.largest_error, found.differing)
 
 

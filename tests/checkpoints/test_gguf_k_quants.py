@@ -50,6 +50,22 @@ def test_a_file_is_the_encoding_of_its_source_and_another_by_one_code_is_not(tmp
     assert [(tensor.name, tensor.status) for tensor in differing] == [("model.layers.1.mlp.up_proj.weight", "differs")]
 
 
+def test_blocks_that_are_each_other_but_for_the_signs_of_zeros_are_told_in_these_words(tmp_path: Path) -> None:
+    """A block of Q6_K ends with its scale in FP16 (ggml's block_q6_K, of 210 bytes)."""
+    model = pico.make("qwen3", vocab_size=SIZE, dtype=torch.bfloat16, **WIDE)
+    model.model.layers[1].mlp.up_proj.weight.data[0] = 0
+    model.save_pretrained(tmp_path / "hf")
+    gguf_tokenizers.byte_level(QWEN2).save_pretrained(tmp_path / "hf")
+    file = export(tmp_path / "hf", tmp_path / "out", "q6_k")
+    data, place = bytearray(file.read_bytes()), stored_tensors(file)["blk.1.ffn_up.weight"][0].offset
+    data[place + 209] ^= 0x80
+    (other := tmp_path / "other.gguf").write_bytes(data)
+    found = compare(open_checkpoint(file), open_checkpoint(other))
+    (odd,) = [tensor for tensor in found.tensors if not tensor.equal]
+    assert (odd.name, odd.status, odd.differing) == ("model.layers.1.mlp.up_proj.weight", "signs of zeros", 256)
+    assert "encodings of GGUF" in {each.topic for each in found.not_compared}
+
+
 def test_the_head_is_in_the_order_of_llama_quantize(tmp_path: Path) -> None:
     published = source(tmp_path / "hf", num_hidden_layers=11, rope_parameters=pico.LLAMA3_ROPE)
     head = read_head(export(published, tmp_path / "out", "q5_k_s"))
@@ -125,8 +141,8 @@ def test_numbers_without_a_code_are_refused(tmp_path: Path, number: float, what:
         export(tmp_path / "hf", tmp_path / "out", "q4_k_m")
 
 
-def test_a_note_says_how_such_codes_are_made_anew(tmp_path: Path) -> None:
+def test_a_note_says_how_new_codes_are_made_that_may_be_others(tmp_path: Path) -> None:
     file = export(source(tmp_path / "hf", "qwen3", **WIDE), tmp_path / "out", "q4_k_m")
     notes = plan_command(Request(file, tmp_path / "back", "hf")).notes
-    made: Any = [note for note in notes if "makes such anew" in note]
+    made: Any = [note for note in notes if "makes new codes of these values, perhaps others" in note]
     assert len(made) == 1 and "--scheme q4_k_m" in made[0]

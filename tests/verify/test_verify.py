@@ -180,7 +180,10 @@ def test_zeros_of_two_signs_differ_and_nans_do_not_in_one_dtype_and_in_two(sourc
         assert of(compare(changed(source, DOWN, values), changed(source, DOWN, other)), DOWN).status == "exact"
         other[0, 0] = -0.0
         found = of(compare(changed(source, DOWN, values), changed(source, DOWN, other)), DOWN)
-        assert (found.status, found.differing) == ("differs", 1)
+        assert (found.status, found.differing) == ("signs of zeros", 1)
+        other[0, 2] += 1
+        found = of(compare(changed(source, DOWN, values), changed(source, DOWN, other)), DOWN)
+        assert (found.status, found.differing) == ("differs", 2)
 
 
 def test_a_tensor_on_one_side_only_is_named(tmp_path):
@@ -688,4 +691,7 @@ def test_files_of_two_models_that_differ_are_said_not_to_be_compared(source):
 def test_the_sign_of_zero_is_a_difference(source):
     a, b = in_memory.to_megatron(source), in_memory.to_megatron(source)
     a.tensors["decoder.final_layernorm.weight"][0], b.tensors["decoder.final_layernorm.weight"][0] = 0.0, -0.0
-    assert not compare(a, b).equal
+    found = compare(a, b)
+    count = len(found.tensors)
+    assert not found.equal
+    assert verdict(found) == f"Not the same: 1 of {count} tensors (1 in the signs of zeros alone)."
