@@ -173,7 +173,7 @@ class _EngineCodes:
         engine, model = self.engine, self.source.plan.model
         if scheme not in engine.spells or not takes(engine, model, jobs, scheme):
             return False
-        return self._misfits(jobs, self._spelled(scheme)).all_fit_in(scheme)
+        return self._misfits(jobs, self._spelled(scheme)).all_fit()
 
     def _format(self, scheme: Scheme, why: str) -> WeightFormat:
         """The format of the weights: method, scheme, and what new scales are rounded to. `why` says why the scheme was

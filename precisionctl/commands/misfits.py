@@ -14,7 +14,7 @@ from precisionctl.export.encode import WeightFormat, without_refused
 from precisionctl.export.schemes import schemes_of
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Job, Plan
-from precisionctl.quant_methods.base import FOUR_BITS, SCHEMES, Scheme, quant_methods
+from precisionctl.quant_methods.base import FOUR_BITS, SCHEMES, quant_methods
 from precisionctl.quant_methods.scales import Scales
 
 
@@ -61,28 +61,45 @@ class Misfits:
 
     def advice(self, left: Sequence[Job]) -> str:
         """What to do if not all weights fit, and these jobs are left without those that do not."""
-        # four-bit schemes only if this one has four bits
+        others = self._others()
+        fitting = " or ".join(each.form.scheme for each in others if each.all_fit())
+        or_all = f"--scheme {fitting}, which takes them, or " if fitting else ""
+        if self._takes(left):
+            return (
+                f"`export-inference` has {or_all}--keep-misfits, which leaves them in BF16 with what is computed with "
+                "them; or name modules in --exclude, or keep_bf16 of a --recipe."
+            )
+        keeping = " or ".join(each.form.scheme for each in others if each._takes(each.left()))
+        if keeping and not fitting:
+            or_all = f"--keep-misfits in another scheme (--scheme {keeping}), which takes some of them, or "
+        return f"`export-inference` has {or_all}--target, for another engine."
+
+    def _others(self) -> list[Misfits]:
+        """Those of the same export in the engine's other schemes; in four-bit ones only if this one has four bits."""
         bits = [each for each in self.engine.spells if {each, self.form.scheme} <= FOUR_BITS.keys()]
         schemes = (*bits, *schemes_of(self.engine, self.plan.model, self.jobs))
-        fitting = " or ".join(each for each in schemes if self.all_fit_in(each))
-        others = f"--scheme {fitting}, which takes them, or " if fitting else ""
-        if not left or self._loses(name for job in left for name in job.weights):  # in BF16, they would be
-            return f"`export-inference` has {others}--target, for another engine."
-        return (
-            f"`export-inference` has {others}--keep-misfits, which leaves them in BF16 with what is computed with "
-            "them; or name modules in --exclude, or keep_bf16 of a --recipe."
+        forms = [
+            replace(self.form, method=quant_methods()[self.engine.spells[scheme]], scheme=scheme)
+            for scheme in schemes
+            if scheme != self.form.scheme
+        ]
+        return [replace(self, form=form) for form in forms]
+
+    def all_fit(self) -> bool:
+        """Whether the engine takes all weights."""
+        scales = self.form.scales(self.jobs, self.plan)
+        return not (
+            self._unloaded(scales)
+            or any(self.refusal(name, self.plan.targets[name], each) for name, each in scales.items())
+            or self._loses(scales)
         )
 
-    def all_fit_in(self, scheme: Scheme) -> bool:
-        """Whether the engine takes all weights in another scheme."""
-        method = quant_methods()[self.engine.spells[scheme]]
-        other = replace(self, form=replace(self.form, method=method, scheme=scheme))
-        scales = other.form.scales(self.jobs, self.plan)
-        return not (
-            other._unloaded(scales)
-            or any(other.refusal(name, self.plan.targets[name], each) for name, each in scales.items())
-            or other._loses(scales)
-        )
+    def _takes(self, left: Sequence[Job]) -> bool:
+        """Whether the engine takes the weights of these jobs as codes, if there are any, and all others as values."""
+        coded = {name for job in left for name in job.weights}
+        values = [name for name in self.plan.targets if name not in coded]
+        uncoded = self.engine.check_blocks(self.plan.model.architecture, self.form.scheme, values)
+        return bool(coded) and not (self._unloaded(coded) or self._loses(coded) or uncoded)
 
     def _unloaded(self, coded: Iterable[str]) -> list[Finding]:
         return self.engine.check_weights(coded, self.form.method.name, self.form.scheme, self.plan.model.architecture)

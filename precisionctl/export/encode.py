@@ -245,7 +245,7 @@ def in_scheme(
         raise PrecisionError(
             f"no weight is left that could be {SCHEMES[form.scheme].codes}"
             + (f": the engine takes none of {len(misfits)} for their shapes" if misfits else ""),
-            do="Another scheme of `export-inference` (--scheme) has other blocks; --include takes more linears."
+            do=advice(jobs)
             if misfits
             else "`precisionctl inspect` says of each linear why it stays in BF16; --include takes more of them.",
         )

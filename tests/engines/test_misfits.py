@@ -66,6 +66,22 @@ def test_what_is_advised_against_misfits_works(tmp_path: Path, name: str) -> Non
         assert refused(tmp_path / "source", tmp_path / "kept", target, scheme, keep_misfits=True) != said
 
 
+def test_where_no_scheme_takes_all_one_that_takes_some_is_advised_with_keep_misfits(tmp_path: Path) -> None:
+    """No side is a multiple of 128, and the keys have 24 rows, which no GEMM of FP8 takes."""
+    sizes = {"hidden_size": 64, "intermediate_size": 80, "head_dim": 12}
+    pico.save(tmp_path / "source", "llama-3", dtype=torch.bfloat16, **sizes)
+    for keep in (False, True):
+        said = refused(tmp_path / "source", tmp_path / "out", "vllm", "block", keep_misfits=keep)
+        advised = re.search(r"--keep-misfits in another scheme \(--scheme ([\w ]+)\), .* or --target", said)
+        assert advised and "--include" not in said
+        assert advised[1].split(" or ") == ["static", "dynamic", "mxfp8"]
+    for scheme in ("dynamic", "mxfp8"):  # without amaxes of inputs
+        out = tmp_path / scheme
+        request = Request.export(tmp_path / "source", out, "vllm", scheme, keep_misfits=True)  # type: ignore[arg-type]
+        conversions.carry_out(request, workers=1)
+        assert not [each for each in check(open_checkpoint(out), engine_named("vllm")) if each.rule.fatal]
+
+
 def test_four_bits_of_rows_that_gpus_share_are_refused_by_the_export_as_by_verify(tmp_path: Path) -> None:
     """Bamba's mixers have one group, whose rows vLLM's mamba_v2_sharded_weight_loader gives to every GPU."""
     sizes = {**pico.ONE_GROUP["bamba"], "hidden_size": 256, "intermediate_size": 256}
