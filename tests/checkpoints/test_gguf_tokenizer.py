@@ -266,6 +266,26 @@ def test_named_chat_templates_have_keys_of_their_own(tmp_path: Path) -> None:
     assert found["tokenizer.chat_template"] == gguf_tokenizers.TEMPLATE
 
 
+@pytest.mark.parametrize("listed", [True, False])
+def test_chat_templates_whose_names_become_one_are_refused_if_they_differ(tmp_path: Path, listed: bool) -> None:
+    """gguf-py's `add_chat_template` writes `_` for what is no ASCII letter or digit."""
+    files = gguf_tokenizers.files(gguf_tokenizers.byte_level(known.QWEN2), tmp_path)
+
+    def made(**templates: str) -> dict[str, Any]:
+        names = {"tool-use": "one", **templates}
+        if listed:
+            said = {"chat_template": [{"name": name, "template": text} for name, text in names.items()]}
+            more = {"tokenizer_config.json": json.dumps(said).encode()}
+        else:
+            more = {f"additional_chat_templates/{name}.jinja": text.encode() for name, text in names.items()}
+        return tokenizer_metadata(files | more, {}, SIZE, "here", {}, sentencepiece="llama")[0]
+
+    with pytest.raises(PrecisionError, match="two chat templates have the name 'tool_use' in a GGUF file, and differ"):
+        made(tool_use="two")
+    assert made(tool_use="one")["tokenizer.chat_templates"] == ["tool_use"]
+    assert made(tool_user="two")["tokenizer.chat_templates"] == ["tool_use", "tool_user"]
+
+
 def test_a_chat_template_that_a_processor_has_is_taken_where_there_is_no_other(tmp_path: Path) -> None:
     """As gguf-py's SpecialVocab does: tokenizer_config.json counts first, then chat_template.jinja."""
     tokenizer = gguf_tokenizers.byte_level(known.QWEN2)

@@ -95,7 +95,7 @@ def tokenizer_metadata(
     if of_gemma4 and found.get("tokenizer.ggml.add_bos_token") is not True:
         what = "llama.cpp puts bos_token before each text of a Gemma 4, and this tokenizer puts none"
         raise PrecisionError(what, where="tokenizer.json", do="Let `post_processor` put it there, as Google's does.")
-    found |= dict(_templates(files, said))
+    found |= dict(_templates(files, said, where))
     return found | ({"tokenizer.ggml.add_space_prefix": False} if of_gemma4 else {}), notes
 
 
@@ -205,22 +205,27 @@ def _merges(said: object) -> list[tuple[str, str]]:
     return pairs
 
 
-def _templates(files: Mapping[str, bytes], said: Mapping[str, Any]) -> Iterator[tuple[str, GgufValue]]:
+def _templates(files: Mapping[str, bytes], said: Mapping[str, Any], where: object) -> Iterator[tuple[str, GgufValue]]:
     """The chat templates: those in tokenizer_config.json, else those in files of their own, else that of a processor,
-    which older wrappers have in chat_template.json."""
+    which older wrappers have in chat_template.json. Of a name, gguf-py leaves ASCII letters and digits as they are.
+    Raises PrecisionError for two of one name that differ: its GGUFWriter refuses a key that is there, or keeps the
+    last one and warns."""
     own = {name: files[name].decode(errors="replace") for name in files if name.endswith(".jinja")}
     if "chat_template" in said or not own:
         template = (said if "chat_template" in said else _parsed(files, "chat_template.json")).get("chat_template")
         listed = template if isinstance(template, list) else [{"name": "default", "template": template}]
-        named = {
-            each["name"]: each.get("template")
-            for each in listed
-            if isinstance(each, dict) and isinstance(each.get("name"), str)
-        }
+        named = [(each.get("name"), each.get("template")) for each in listed if isinstance(each, dict)]
     else:
-        named = {name.rpartition("/")[2].removesuffix(".jinja"): text for name, text in own.items()}
-        named = {"default" if name == "chat_template" else name: text for name, text in named.items()}
-    texts = {re.sub(r"[^A-Za-z0-9]", "_", name): text for name, text in named.items() if isinstance(text, str)}
+        stems = {name: name.rpartition("/")[2].removesuffix(".jinja") for name in own}
+        named = [("default" if stems[name] == "chat_template" else stems[name], text) for name, text in own.items()]
+    texts: dict[str, str] = {}
+    for name, text in named:
+        if not (isinstance(name, str) and isinstance(text, str)):
+            continue
+        key = re.sub(r"[^A-Za-z0-9]", "_", name)
+        if texts.setdefault(key, text) != text:
+            what = f"two chat templates have the name {shown(key)} in a GGUF file, and differ"
+            raise PrecisionError(what, where=where, do="Remove the one that is not meant, or rename it.")
     default = texts.pop("default", None)
     yield from ((f"tokenizer.chat_template.{name}", text) for name, text in texts.items())
     if texts:
