@@ -77,3 +77,12 @@ def test_a_config_that_a_table_writes_says_what_engines_ask_for(family: str) -> 
     for target in ("vllm", "sglang"):
         assert {key: config[key] for key in said} == said and ENGINES[target].lacks(config) == []
         assert ENGINES[target].lacks({key: value for key, value in config.items() if key not in said}) == [*said]
+
+
+@pytest.mark.parametrize("said", [3, True, {}, [[]], "full"], ids=str)
+def test_a_wrapper_without_a_table_may_say_anything_of_its_indexers(said: object) -> None:
+    def asked(indexers: object) -> bool:
+        text = {"model_type": "glm_moe_dsa", "indexer_types": indexers}
+        return "index_topk_pattern" in ENGINES["vllm"].lacks({"text_config": text})
+
+    assert asked(["full", "shared"]) and not asked(said)

@@ -128,8 +128,14 @@ they are missing, by `model_type`."""
 
 def of_shared_indexers(config: Mapping[str, Any]) -> Iterator[str]:
     """What says which indexers of GLM-5 serve several layers, in another word than transformers' `indexer_types`."""
-    shared = config.get("model_type") == "glm_moe_dsa" and "shared" in (config.get("indexer_types") or ())
-    if shared and config.get("index_topk_pattern") is None and config.get("index_topk_freq") in (None, 1):
+    layers = config.get("indexer_types")  # of a wrapper without a table it may be anything
+    shared = isinstance(layers, list) and "shared" in layers
+    if (
+        config.get("model_type") == "glm_moe_dsa"
+        and shared
+        and config.get("index_topk_pattern") is None
+        and config.get("index_topk_freq") in (None, 1)
+    ):
         yield "index_topk_pattern"
 
 
