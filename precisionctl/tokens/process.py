@@ -108,7 +108,9 @@ class Process:
             return "was killed, as the system does where memory runs out"
         if code == -signal.SIGXCPU:
             return f"takes longer than {limits.seconds:.0f} s of each core"
-        return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if code < 0:  # real-time signals have no names in `signal.Signals`
+            return f"ended by signal {-code} ({signal.strsignal(-code)})"
+        return f"ended with exit code {code}"
 
     # The methods of wire.Pipe
 

@@ -221,6 +221,16 @@ def test_a_long_conversation_and_a_large_text_have_their_time() -> None:
 
 
 @pytest.mark.usefixtures("started_as_for_users")
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGRTMIN + 1], ids=["named", "real-time"])
+def test_a_process_that_a_signal_ends_says_which(number: int) -> None:
+    """Real-time signals have no names but the first and the last."""
+    made = Process()
+    os.kill(made._popen.pid, number)
+    with pytest.raises(Ended, match=rf"^ended by signal {int(number)} \("):
+        made.ask({}, [bytes(MB)], [Limits(10.0, 0)])
+
+
+@pytest.mark.usefixtures("started_as_for_users")
 def test_a_process_that_is_killed_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the system does where memory runs out."""
     made = Process()
