@@ -45,7 +45,7 @@ def tables(comparison: Comparison) -> list[Table]:
     if comparison.codes:
         found.append(codes(comparison.codes))
     if told := [(t.name, t.remark) for t in comparison.tensors if t.remark]:
-        found.append(_first("What codes have lost", ("tensor", ""), told))
+        found.append(_first("What codes and rounding have lost", ("tensor", ""), told))
     if comparison.optimizer:
         title = "Settings of the optimizer that differ"
         found.append(_first(title, ("",), [(line,) for line in comparison.optimizer]))

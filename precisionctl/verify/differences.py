@@ -20,17 +20,21 @@ if TYPE_CHECKING:
 @dataclass
 class Differences:
     """B's values against A's, shown piece by piece: sums of squares of A's values and of what B's are off, the largest
-    absolute error (by `difference`), and how many values differ."""
+    absolute error (by `difference`), how many values there are and differ, and how many are 0 on one side alone."""
 
     signal: float = 0.0
     noise: float = 0.0
     largest_error: float = 0.0
+    elements: int = 0
     differing: int = 0
+    zeroed: int = 0
 
     def see(self, a: StoredRows, b: StoredRows) -> None:
         """The same rows of both."""
         left, right = comparable(a, b)
+        self.elements += left.numel()
         self.differing += differing(left, right)
+        self.zeroed += int(np.count_nonzero((left.numpy() == 0) != (right.numpy() == 0)))
         signal = left.double().view(-1)
         error = difference(signal, right.double().view(-1))
         least, most = map(float, error.aminmax())

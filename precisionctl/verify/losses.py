@@ -1,4 +1,4 @@
-"""What codes have lost of the values that they encode: whether their scales make sense.
+"""What codes have lost of the values that they encode: whether their scales make sense; and what rounding has lost.
 
 The limits follow from E4M3's arithmetic. A value whose code is a normal number is off by at most 1/16 of itself; below
 that, by 2^-10 codes. Under a scale from an amax, the largest of the n values that share it has a code of 224 or more.
@@ -17,7 +17,7 @@ import numpy as np
 from precisionctl.codes import numerics
 from precisionctl.codes.statistics import Loss
 from precisionctl.torch_when_used import torch
-from precisionctl.verify.differences import difference
+from precisionctl.verify.differences import Differences, difference
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -121,6 +121,20 @@ class Losses:
     def _shares(self) -> str:
         zero, beyond = self.total.underflow, self.total.saturation
         return f"{zero:.1%} of values became zero, {beyond:.1%} were beyond the largest code"
+
+
+def lost_in_rounding(found: Differences, unit: float) -> tuple[str, str]:
+    """In words, why values that are rounded to another dtype no longer represent the others, by the limits of codes;
+    and what else is worth knowing. Empty if there is nothing. A value that becomes a normal number is off by at most
+    `unit` of itself (2^-11 in FP16, for 66 dB), one below these by up to all of it."""
+    shares = f"{found.zeroed / max(1, found.elements):.1%} of values became zero"
+    power = max(found.signal, found.noise)  # either side may be the rounded one
+    if found.sqnr_db < LOWEST_DB and power > found.elements * NEGLIGIBLE**2:
+        return f"rounding loses the values (SQNR under {LOWEST_DB:.0f} dB): {shares}", ""
+    expected = -20 * math.log10(unit)
+    if found.sqnr_db < expected or found.zeroed >= TOLD_SHARE * found.elements:
+        return "", f"{shares}; SQNR {found.sqnr_db:.1f} dB, of {expected:.0f} at least in normal numbers"
+    return "", ""
 
 
 def _beyond(codes: Tensor, values: Tensor, decoded: Tensor) -> int:

@@ -14,7 +14,7 @@ from precisionctl.processes import in_processes
 from precisionctl.torch_when_used import one_torch_thread, torch
 from precisionctl.verify.differences import Differences, comparable, differing
 from precisionctl.verify.hf_tensors import HfTensors, StoredRows
-from precisionctl.verify.losses import Losses
+from precisionctl.verify.losses import Losses, lost_in_rounding
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,12 +29,13 @@ DIFFERS: tuple[Status, ...] = ("signs of zeros", "differs")
 class TensorComparison:
     """One tensor. `rounded`: one side is exactly the other rounded to its dtype, as mlx-lm's norms plus one are, too.
     `encoded`: one side is exactly the encoding of the other, under the scale stored with it, or as ggml or MLX encodes
-    it. `lost`: it is that encoding, but its scales make no sense, so it does not represent the values
-    (`verify/losses.py`). `signs of zeros`: nothing differs but that some zeros are 0 on one side and -0 on the other.
+    it. `lost`: it is that, but does not represent the values, as its scales make no sense, or as FP16 has no numbers so
+    small (`verify/losses.py`). `signs of zeros`: nothing differs but that some zeros are 0 on one side and -0 on the
+    other.
 
     SQNR in dB (infinite without noise), the largest absolute error, and the number of values that differ (`differing`)
-    compare B's values with A's; None if they cannot be subtracted. `remark` says what the codes have lost, if that is
-    worth knowing.
+    compare B's values with A's; None if they cannot be subtracted. `remark` says what codes or rounding have
+    lost, if that is worth knowing.
     """
 
     name: str
@@ -114,12 +115,19 @@ def _of_two_shapes(name: str, dtypes: str, of_a: Sequence[int], of_b: Sequence[i
 def _measured(
     name: str, status: Status, dtypes: str, pieces: Iterable[tuple[StoredRows, StoredRows]]
 ) -> TensorComparison:
-    found = Differences()
+    found, unit, plain = Differences(), 0.0, status == "rounded"
     for left, right in pieces:
         found.see(left, right)
+        plain = plain and left.cast is None and right.cast is None  # of norms plus one, the sum is what was rounded
+        if plain:
+            unit = max(torch.finfo(side.stored.dtype).eps for side in (left, right)) / 2
     if status == "differs" and not found.largest_error:  # NaN and infinity are infinitely far from other values
         status = "signs of zeros"
-    return TensorComparison(name, status, dtypes, found.sqnr_db, found.largest_error, found.differing)
+    why, remark = lost_in_rounding(found, unit) if plain else ("", "")
+    status = "lost" if why else status
+    return TensorComparison(
+        name, status, dtypes, found.sqnr_db, found.largest_error, found.differing, remark=why or remark
+    )
 
 
 _WORST_FIRST: tuple[Status, ...] = ("differs", "encoded", "rounded", "exact")

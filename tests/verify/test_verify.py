@@ -133,6 +133,32 @@ def test_values_rounded_to_fp16_are_the_same_unless_one_is_rounded_otherwise_or_
             assert found.status == status and found.equal == (status == "rounded")
 
 
+@pytest.mark.parametrize(
+    ("scale", "status", "remark"),
+    [
+        (2.0**-14, "rounded", None),  # the smallest normal number
+        (2.0**-21, "rounded", "0.0% of values became zero; SQNR "),  # subnormal, with three bits
+        (2.0**-26, "lost", "rounding loses the values (SQNR under 10 dB): 100.0% of values became zero"),
+        (2.0**-30, "rounded", "100.0% of values became zero; SQNR "),  # as little as what codes may lose
+    ],
+)
+def test_what_fp16_has_no_numbers_for_is_told_apart_from_rounding(source, scale, status, remark):
+    signs = torch.randint(0, 2, read_tensor(source, DOWN).shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    values = scale * signs * torch.linspace(1, 1.5, signs.numel()).reshape(signs.shape)
+    for a, b in ((values, values.half()), (values.half(), values)):
+        result = compare(changed(source, DOWN, a), changed(source, DOWN, b))
+        found = of(result, DOWN)
+        assert (found.status, found.equal) == (status, status == "rounded")
+        assert found.remark.startswith(remark) if remark else not found.remark
+
+
+def test_a_tenth_that_fp16_makes_zero_is_told(source):
+    values = torch.full(read_tensor(source, DOWN).shape, 0.5 + 2**-12)  # not of FP16
+    values.view(-1)[: math.ceil(values.numel() / 10)] = 2.0**-26
+    found = of(compare(changed(source, DOWN, values), changed(source, DOWN, values.half())), DOWN)
+    assert found.status == "rounded" and found.remark.startswith("10.0% of values became zero; SQNR ")
+
+
 def test_values_rounded_to_bf16_are_the_same_unless_one_is_rounded_otherwise_or_to_infinity(source):
     exact = read_tensor(source, DOWN).float() * (1 + 2**-10)
     exact[0, 0] = 3.4e38  # beyond BF16's largest number
@@ -434,7 +460,7 @@ def test_what_is_cut_off_is_counted(source):
     assert titles == {
         "Settings that differ, the first 20 of 25": 20,
         "Tensors": 1,
-        "What codes have lost, the first 20 of 30": 20,
+        "What codes and rounding have lost, the first 20 of 30": 20,
         "FP8 state, the first 20 of 500": 20,
     }
     assert verdict(found) == "Not the same: 25 settings, 500 differences of FP8 state."
