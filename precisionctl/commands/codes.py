@@ -1,6 +1,7 @@
 """Results whose weights are codes: for an inference engine, or the codes that they were before."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from precisionctl.conversion.recoding import recoding_notes
 from precisionctl.engines.base import Engine, engines
 from precisionctl.engines.rules.rule import Finding
 from precisionctl.engines.serving import ServingLayout, served_config
-from precisionctl.errors import PrecisionError, RecipeError
+from precisionctl.errors import PrecisionError, RecipeError, UnknownArchitecture
 from precisionctl.export import kv_cache
 from precisionctl.export.as_before import AsBefore, all_mxfp4, in_powers_of_2
 from precisionctl.export.encode import InScheme, WeightFormat, encode, fp8_jobs, in_scheme, modules_in_bf16
@@ -42,6 +43,7 @@ from precisionctl.planning.served_model import served
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import FOUR_BITS, SCHEMES, Scheme, quant_methods
 from precisionctl.quant_methods.coded_weights import scheme_of
+from precisionctl.sizes import counted
 from precisionctl.untrusted.safe_json import parse_json
 
 _SCHEMES: Mapping[Scaling, Scheme] = {
@@ -113,6 +115,7 @@ class _EngineCodes:
             *kv_cache.of_no_cache(source.encodings, source.plan),
             *source_notes(source),
             *in_bf16_notes(source.reader, source.plan, precision, scheme, policy.refused),
+            *self._notes_of_bf16_in_the_run(policy.jobs),
             *uncoded_tower_notes(plan),
             *rounded_notes(source.reader, plan),
             *(f"{engine.title} computes otherwise: {each.what}; {each.rule.text}." for each in self._passed_over()),
@@ -167,6 +170,20 @@ class _EngineCodes:
             return ()
         scheme = _SCHEMES[self._run.scaling]
         return (scheme, "nvfp4a16") if SCHEMES[scheme].fixed_inputs else (scheme,)
+
+    def _notes_of_bf16_in_the_run(self, coded: Sequence[Job]) -> Iterator[str]:
+        """The note on modules that become codes, and that the run kept in BF16."""
+        plan, modules = self.source.plan, set[str]()
+        if self._run is None or self.request.recipe is not None:
+            return
+        with suppress(RecipeError, UnknownArchitecture):  # numbers of layers that another model has
+            in_fp8 = {job.module for job in fp8_jobs(plan, numerics(self._run, plan.model))}
+            modules = {job.module for job in coded} - in_fp8
+        if modules:
+            yield (
+                f"{counted(len(modules), 'module')} that the run kept in BF16, e.g. `{min(modules)}`, become codes: a "
+                "--recipe like the run's leaves them in BF16."
+            )
 
     def _takes(self, scheme: Scheme, jobs: Sequence[Job]) -> bool:
         """Whether the engine takes the weights of all these jobs in a scheme."""

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.engines.base import engine_named
 from precisionctl.fp8 import sidecar
+from precisionctl.precision import PRESETS
 from precisionctl.verify.compare import compare
 from precisionctl.verify.engine_rules import check
 
@@ -122,3 +124,21 @@ def test_blocks_of_a_run_have_its_scales_which_are_powers_of_two(
         finding for finding in check(open_checkpoint(tmp_path / "out"), engine_named(target)) if finding.rule.fatal
     ]
     assert compare(open_checkpoint(source), open_checkpoint(tmp_path / "out")).equal
+
+
+def test_modules_that_the_run_kept_in_bf16_and_that_become_codes_are_told(place: Path, tmp_path: Path) -> None:
+    ends = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 1}
+    source = of_run(place, tmp_path / "run", **NVFP4, **ends)
+
+    def told(**options: Any) -> list[str]:
+        notes = plan_command(Request.export(source, tmp_path / "out", "vllm", **options)).notes
+        return [note for note in notes if "that the run kept in BF16" in note]
+
+    (note,) = told()
+    assert note.startswith(
+        "4 modules that the run kept in BF16, e.g. `decoder.layers.1.mlp.linear_fc1`, become codes: "
+    )
+    assert told(exclude=("model.layers.1.*",)) == []
+    assert told(recipe=replace(PRESETS["nvfp4"], num_layers_at_end_in_bf16=1)) == []
+    change_args(source / "release", num_layers_at_end_in_bf16=99)  # of another model
+    assert told() == []

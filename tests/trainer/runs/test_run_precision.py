@@ -264,6 +264,15 @@ def test_where_nothing_says_the_precision_of_a_run_without_state_a_note_does(
     assert not any("The run was" in note for note in of_delayed), "its state says it"
 
 
+def test_an_export_of_a_run_is_in_its_precision(place: Path, in_fp4: Path, tmp_path: Path) -> None:
+    notes = plan_command(Request.export(in_fp4, tmp_path / "export", "vllm")).notes
+    (scheme,) = [note for note in notes if note.startswith("Scheme ")]
+    assert scheme.startswith("Scheme nvfp4a16: the run was in NVFP4, and ")
+    assert any("that the run kept in BF16, e.g. `decoder.layers." in note for note in notes), "its last layer"
+    notes = plan_command(Request.export(place / "delayed", tmp_path / "export", "vllm")).notes
+    assert not any("The run was" in note or "the run was" in note for note in notes)
+
+
 @pytest.mark.parametrize("said", [{"precision.nvfp4.new_key": 1}, {"precision.scaling": "fp2"}], ids=str)
 def test_words_of_a_run_that_are_not_known_here_stop_only_what_takes_them(
     in_fp4: Path, tmp_path: Path, said: dict[str, Any]
