@@ -1,11 +1,14 @@
 """Readers that can have an optimizer, of Megatron or of another trainer, and what they say of the run in one form."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypeGuard
 
-from precisionctl.checkpoints.base import Reader, has_muon
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.megatron.arguments import read_muon_args
 from precisionctl.checkpoints.megatron.carried_run import optimizer_settings, step_and_groups
 from precisionctl.checkpoints.megatron.directory import MegatronReader, of_megatron
+from precisionctl.checkpoints.other_trainers.torch_muon import torch_muon
 from precisionctl.checkpoints.other_trainers.trainer_run import (
     NO_COUNT,
     ParameterGroup,
@@ -21,11 +24,18 @@ from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage
 
 RunReader = MegatronReader | TrainedReader
 
-_ONLY_MEGATRONS = "Muon's momentum (`momentum_buffer`), which goes to Megatron alone"
-"""Why an optimizer with Muon cannot be converted to other formats."""
+_NOT_TO = {
+    "torchtitan": "torchtitan trains by Muon none of the families that are written for it",
+    "deepspeed-universal": "DeepSpeed's universal checkpoints have the moments of Adam alone",
+}
+"""Why Muon's momentum does not go into another trainer's container (torchtitan's model configs of 2026-08, whose only
+ones with Muon are Kimi K2.5's; deepspeed/checkpoint/ds_to_universal.py of 0.19)."""
 
 _MOMENTUM = ("momentum", "momentum_beta")
 """What Muon's groups in Megatron have, since core 0.17 and in 0.16, and Adam's have not."""
+
+_RATES = {"lr": "lr", "weight_decay": "weight_decay", "max_lr": "initial_lr"}
+"""Rates in Megatron's groups, and what torch calls them."""
 
 
 def of_run(reader: Reader) -> TypeGuard[RunReader]:
@@ -33,16 +43,25 @@ def of_run(reader: Reader) -> TypeGuard[RunReader]:
     return of_megatron(reader) or of_trainer(reader)
 
 
-def trainer_run_of(reader: RunReader) -> TrainerRun:
-    """As `run_of`, to be saved in the form of another trainer. Raises CheckpointError also where it was trained by
-    Muon."""
-    if of_megatron(reader) and has_muon(reader):
-        why = "torch's Muon stores how it scales and orthogonalizes, which Megatron leaves to its flags"
-        raise CheckpointError(f"{_ONLY_MEGATRONS}: {why}", where=reader.path, do=DROP_OPTIMIZER)
+def trainer_run_of(reader: RunReader, container: str) -> TrainerRun:
+    """As `run_of`, to be saved in the container of another trainer: of a Muon, all settings of torch's. Raises
+    CheckpointError also for a Muon that has no place there."""
     run = run_of(reader)
-    if run.muon:
-        raise CheckpointError(_ONLY_MEGATRONS, where=reader.path, do=DROP_OPTIMIZER)
-    return run
+    return replace(run, muon=_as_torchs(reader, container)[0]) if run.muon else run
+
+
+def muon_notes(reader: RunReader, container: str) -> tuple[str, ...]:
+    """In words, what torch's Muon does otherwise than the one that trained. Raises as `trainer_run_of`."""
+    return _as_torchs(reader, container)[1] if run_of(reader).muon else ()
+
+
+def _as_torchs(reader: RunReader, container: str) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    why = _NOT_TO.get(container)
+    if why is None and of_megatron(reader):
+        group = next(group for one in optimizer_settings(reader) if (group := _momentum_of(one)))
+        return torch_muon(read_muon_args(reader.args), group, reader.path)
+    why = why or "of a DCP, Muon's settings are read as far as Megatron's has them"
+    raise CheckpointError(f"Muon's momentum (`momentum_buffer`): {why}", where=reader.path, do=DROP_OPTIMIZER)
 
 
 def run_of(reader: RunReader) -> TrainerRun:
@@ -67,12 +86,18 @@ def run_of(reader: RunReader) -> TrainerRun:
 
         # the settings of a Muon beside Adam that are known to mean the same elsewhere
         momentums = [momentum for one in optimizers if (momentum := _momentum_of(one))]
-        muon = muon_settings([ParameterGroup(momentums[0])], reader.path, ("momentum",)) if momentums else {}
+        own = {"momentum": momentums[0]["momentum"]} if momentums else {}
+        muon = muon_settings([ParameterGroup(own)], reader.path, ("momentum",)) if own else {}
         left = ("the schedule", "random generators")
         return TrainerRun(count_of_updates(count, "a parameter", reader.path), settings, left, muon)
 
 
 def _momentum_of(optimizer: object) -> Mapping[str, Any]:
-    """Its momentum as a setting, if it is Muon's; else empty."""
+    """The momentum and the rates of a group, as torch calls them, if it is Muon's; else empty."""
     _, groups = step_and_groups(optimizer)
-    return next(({"momentum": group[key]} for group in groups or () for key in _MOMENTUM if key in group), {})
+    for group in groups or ():
+        for key in _MOMENTUM:
+            if key in group:
+                rates = {theirs: group[ours] for ours, theirs in _RATES.items() if ours in group}
+                return {"momentum": group[key], **rates}
+    return {}

@@ -11,6 +11,7 @@ from precisionctl.architectures.megatron.megatron_args import (
     read_megatron_args,
     to_megatron_args,
 )
+from precisionctl.checkpoints.megatron.arguments import read_muon_args
 from precisionctl.checkpoints.megatron.directory import of_megatron
 from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownArchitecture
 from precisionctl.launch.base import Launch, LaunchSource, left_to_provider
@@ -18,8 +19,8 @@ from precisionctl.megatron_flags import PARALLEL_SIZES, flags_of
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.same_model import differences
 from precisionctl.param import Parallelism
-from precisionctl.recipe import Optimizer, RouterSettings, recipe_of
-from precisionctl.trainer.optimizer.megatron_schedule import DECAY_STYLES, WSD_STYLES, read_muon_args
+from precisionctl.recipe import MUON_KEYS, Optimizer, RouterSettings, recipe_of
+from precisionctl.trainer.optimizer.megatron_schedule import DECAY_STYLES, WSD_STYLES
 from precisionctl.trainer.saved.balance import balance_of
 
 Option = tuple[str, ...]
@@ -223,6 +224,8 @@ def _muon_options(source: LaunchSource) -> list[Option]:
         return []
     options: list[Option] = [("--optimizer", "muon")]
     for key, said in read_muon_args(args).items():
+        if key not in MUON_KEYS:
+            continue
         try:
             value = getattr(recipe_of({f"optimizer.{key}": said}, source.path).optimizer, key)
         except RecipeError:  # a value that no recipe has, as a file may say anything

@@ -13,11 +13,12 @@ from precisionctl.trainer.preflight import MOST_RANKS, Change
 
 
 def core_memory(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: int = 1, gpu: bool = True) -> Memory:
-    """The memory of each of `ranks` ranks, in bytes, with Megatron's distributed optimizer.
+    """The memory of each of `ranks` ranks, in bytes, with Megatron's distributed optimizer; Muon's is not one.
 
     Tensor and pipeline ranks divide all parameters, expert ranks the experts', and those that have the same ones divide
-    masters and moments. A rank has as many micro-batches in flight as there are stages, so with pipelines it keeps
-    activations as one with all layers does; interleaved stages keep up to twice that.
+    masters and moments; by Muon each has all of these, and one number of a matrix's parameter less. A rank has as many
+    micro-batches in flight as there are stages, so with pipelines it keeps activations as one with all layers does;
+    interleaved stages keep up to twice that.
     """
     sizes, parameters = recipe.parallel, Parameters.of(model)
     stage = ranks // sizes.pipeline
@@ -28,9 +29,13 @@ def core_memory(model: ModelShape, recipe: Recipe, backend: BackendName, *, rank
     # BF16 copy in which the columns of padding are filled (`core_model.py`, _leave_out_padding)
     passes = pass_bytes(model, recipe, backend, lambda logits: (2 + 2 + 4) * logits)
     interleaved = 1 + (sizes.pipeline - 1) / (sizes.pipeline * sizes.virtual) if sizes.virtual > 1 else 1
+    optimizer = 12 * shared
+    if recipe.optimizer.by_muon:
+        matrices = (dense + experts) * (parameters.all - parameters.vocabulary) // parameters.all
+        optimizer = 12 * (dense + experts) - 4 * matrices
     return Memory(
         weights=2 * (dense + experts),
-        optimizer=round(12 * shared),
+        optimizer=round(optimizer),
         gradients=4 * (dense + experts),
         passes=round(passes / sizes.context * interleaved),
         process=PROCESS_GPU if gpu else PROCESS_OF_SEVERAL,

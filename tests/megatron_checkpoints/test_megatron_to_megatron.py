@@ -159,7 +159,9 @@ def test_generators_go_along_where_there_is_a_place_for_them_and_a_run_is_told_w
     assert any("rng_state" in note for note in told) == any("--no-load-rng" in note for note in told) == (not kept)
 
 
-def test_muons_momentum_goes_along_beside_adams_moments_and_to_no_other_trainer(tmp_path: Path) -> None:
+def test_muons_momentum_goes_along_beside_adams_moments_and_not_where_its_use_is_unknown(
+    tmp_path: Path,
+) -> None:
     _, before = trained(tmp_path, muon=True)
     reader, after, _ = convert(tmp_path / "run", tmp_path / "cut", "torch_dist", tensor=2)
     assert any(".momentum_buffer." in name for name in before)
@@ -168,5 +170,5 @@ def test_muons_momentum_goes_along_beside_adams_moments_and_to_no_other_trainer(
     assert muon["optimizer"]["param_groups"][0]["momentum_beta"] == 0.95
     assert adam["optimizer"]["param_groups"][0]["lr"] == 0.1
     for to in ("dcp", "deepspeed-universal"):
-        with pytest.raises(CheckpointError, match=r"Muon.*momentum_buffer.*--drop-optimizer"):
+        with pytest.raises(CheckpointError, match=r"Muon.*--drop-optimizer"):
             carry_out(Request(tmp_path / "run", tmp_path / to, "hf", container=to))

@@ -54,7 +54,8 @@ BALANCE = {"router.pooled_loss": 0, "router.aux_loss": 0.01, "router.z_loss": 0.
 
 def start(place: Path, out: str, *options: str, ranks: int = 1) -> subprocess.Popen[str]:
     recipe = RECIPE | {"data.cache": place / "tokens"}
-    if "num_experts_per_tok" in json.loads((place / "source" / "config.json").read_text()):
+    config = place / "source" / "config.json"  # which a run of ours has elsewhere
+    if config.is_file() and "num_experts_per_tok" in json.loads(config.read_text()):
         recipe |= BALANCE
     keys = [word for key, value in recipe.items() for word in ("--set", f"{key}={value}")]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []

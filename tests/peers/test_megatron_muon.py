@@ -1,6 +1,7 @@
 """Real megatron-core with its own Muon and emerging_optimizers goes on from runs of the bundled trainer and hands them
 back, on CPUs with gloo: the same losses but for rounding. What is printed is in docs/muon.md."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ from precisionctl import api
 from precisionctl.checkpoints.base import WithOptimizer
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.param import MOMENTUM, STATE
+from precisionctl.param import MOMENTUM, STATE, Parallelism
 
 PACKAGE = "git+https://github.com/NVIDIA-NeMo/Emerging-Optimizers@v0.1.0"
 """What megatron-core 0.16 and 0.17 name in their pyproject.toml. The package index has it since 0.3.0 alone, for later
@@ -76,16 +77,16 @@ def test_megatrons_muon_goes_on_from_a_bundled_run_and_hands_it_back(tmp_path: P
     for name, tensor in ours.items():
         if name.startswith(f"{STATE}{MOMENTUM}."):
             assert (theirs[name] - tensor).norm() < 0.1 * tensor.norm(), name
-    assert "momentum_buffer" in said(tmp_path / "core" / f"iter_{BACK:07d}")
+    assert optimizer_by_inspect(saved[1].path) == optimizer_by_inspect(saved[0].path)
     converted = tmp_path / "converted"
-    api.convert(api.Request(saved[1].path, converted, "megatron", tensor_parallel=2))
+    api.convert(api.Request(saved[1].path, converted, "megatron", parallelism=Parallelism(1, 2)))
     again = WithOptimizer(TorchDistReader(converted))
     assert all(torch.equal(read_tensor(again, name), tensor) for name, tensor in theirs.items())
 
 
-def said(path: Path) -> str:
+def optimizer_by_inspect(path: Path) -> Any:
     command = [sys.executable, "-m", "precisionctl", "inspect", path, "--json"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["optimizer"]
 
 
 def test_both_engines_begin_muon_alike_from_weights_and_from_a_run_by_adamw(tmp_path: Path) -> None:
@@ -104,3 +105,20 @@ def test_both_engines_begin_muon_alike_from_weights_and_from_a_run_by_adamw(tmp_
             run(tmp_path, "adamw", keys=("train.steps=2", "schedule.kind=constant"))
             shutil.rmtree(tmp_path / "source")
             shutil.copytree(tmp_path / "adamw", tmp_path / "source")
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("optimizer.muon_num_ns_steps=7", "emerging_optimizers 0.1.0 does not take optimizer.muon_num_ns_steps = 7: "),
+        ("optimizer.muon_coefficient_type=simple", "megatron-core 0.16.1 has no simple coefficients of Muon"),
+    ],
+)
+def test_settings_that_megatrons_muon_does_not_have_are_refused_by_name(
+    tmp_path: Path, setting: str, words: str
+) -> None:
+    make_source(tmp_path / "source", rope_parameters=LLAMA_3_1)
+    make_text(tmp_path / "text.txt")
+    started = start(tmp_path, "core", "--engine", "megatron-core", "--set", MUON[0], "--set", setting)
+    told, _ = started.communicate(timeout=300)
+    assert started.returncode and words in told and not (tmp_path / "core").exists()

@@ -17,8 +17,9 @@ from precisionctl.checkpoints.other_trainers.trainer_run import ADAMW_SETTINGS, 
 from precisionctl.checkpoints.torch_dist.placement import Placement
 from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip, torch_zip_writer
 from precisionctl.dtypes import DType
+from precisionctl.errors import DROP_OPTIMIZER, MappingError
 from precisionctl.fp8.state import Fp8States
-from precisionctl.param import ONE_RANK, STATE, TensorSpec, kind_and_parameter, state_name
+from precisionctl.param import MOMENTUM, ONE_RANK, STATE, TensorSpec, kind_and_parameter, state_name
 
 PIECE_BYTES = 256 << 20
 """Most bytes in a piece: a rank that loads a shard reads whole pieces."""
@@ -37,12 +38,26 @@ _SWITCHES: dict[str, Any] = {
 _UNDECAYED = {"weight_decay": 0.0}
 
 
+def muons_matrices(specs: Mapping[str, TensorSpec]) -> list[str]:
+    """The parameters that Muon trained, under the names of the model's class. Raises MappingError for one that torch's
+    Muon does not take."""
+    prefix = state_name(MOMENTUM, "")
+    taken = {name.removeprefix(prefix): spec for name, spec in specs.items() if name.startswith(prefix)}
+    for name, spec in taken.items():
+        stored, expert = stored_name(name)
+        if expert is not None or len(spec.shape) != 2:
+            what = f"Muon trained `{stored}`, which is no matrix in transformers, and torch's Muon takes matrices alone"
+            raise MappingError(what, do=DROP_OPTIMIZER)
+    return [*taken]
+
+
 class DcpWriter:
     """Writes a DCP directory: `.metadata` and data files, beside config.json and the tokenizer.
 
-    `specs` are the model's tensors, under the names that its class has in memory, and AdamW's moments as
-    `optimizer.state.<kind>.<tensor>`. `run` has AdamW's count and settings. As in trainers, there are two parameter
-    groups: matrices, which have weight decay, and the rest. Equal input gives equal bytes.
+    `specs` are the model's tensors, under the names that its class has in memory, and AdamW's moments and Muon's
+    momentum as `optimizer.state.<kind>.<tensor>`. `run` has AdamW's count and settings, and torch's Muon's. As in
+    trainers, there are two parameter groups of AdamW, matrices, which have weight decay, and the rest; what Muon
+    trained is a third. Equal input gives equal bytes. Raises as `muons_matrices`.
     """
 
     def __init__(
@@ -55,6 +70,7 @@ class DcpWriter:
     ) -> None:
         self.directory, self.specs = directory, specs
         self._companions, self._config, self._run = companions, config, run
+        muons_matrices(specs)
         self._paths: dict[str, tuple[str | int, ...]] = {}
 
     @cached_property  # a plan needs no places
@@ -117,6 +133,9 @@ class DcpWriter:
         settings = {key: known[key] for key in ADAMW_SETTINGS} | _SWITCHES
         for place_of, value in self._settings(decayed, settings):
             yield place_of, torch_zip_writer.dump(value), None
+        if self._run.muon:  # with `[adamw, muon]` as get_state_dict's optimizers
+            for key, value in {**self._run.muon, "params": muons_matrices(self.specs)}.items():
+                yield ("optimizer", "param_groups", 2, key), torch_zip_writer.dump(value), None
 
     def _settings(
         self, decayed: Mapping[str, bool], settings: Mapping[str, Any]

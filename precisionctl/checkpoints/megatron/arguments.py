@@ -88,3 +88,13 @@ def recipe_words(recipe: DelayedScaling) -> Mapping[str, object]:
         "fp8_amax_history_len": recipe.amax_history_len,
         "fp8_amax_compute_algo": recipe.amax_compute_algo,
     }
+
+
+def read_muon_args(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron's arguments of any version that are Muon's (`muon_…`), unchecked, as core 0.18 and later call them."""
+    found = {key: value for key, value in args.items() if key.startswith("muon_") and value is not None}
+    if "muon_scale_mode" in found:
+        found.setdefault("muon_coefficient_type", "quintic")  # before core 0.17 there is no other
+    if "muon_use_nesterov" in found:  # its name before core 0.18
+        found.setdefault("muon_nesterov", found.pop("muon_use_nesterov"))
+    return found

@@ -126,17 +126,6 @@ def training_args(recipe: Recipe, schedule: MegatronSchedule | None, position: i
     }
 
 
-def read_muon_args(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Muon's settings in Megatron's arguments of any version, unchecked, by the recipe's keys; without those that are
-    not there."""
-    found = {key: args[key] for key in MUON_KEYS if args.get(key) is not None}
-    if "muon_scale_mode" in found:
-        found.setdefault("muon_coefficient_type", "quintic")  # before core 0.17 there is no other
-    if args.get("muon_use_nesterov") is not None:  # its name before core 0.18
-        found.setdefault("muon_nesterov", args["muon_use_nesterov"])
-    return found
-
-
 def _schedule_args(recipe: Recipe, schedule: MegatronSchedule | None) -> dict[str, object]:
     """What of a schedule is in Megatron's arguments and not in its scheduler's state."""
     if schedule is None:

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.megatron.arguments import read_muon_args
 from precisionctl.checkpoints.megatron.directory import of_megatron
 from precisionctl.checkpoints.other_trainers.trainer_run import TrainerRun
 from precisionctl.errors import RecipeError, shown
 from precisionctl.recipe import Optimizer, recipe_of
-from precisionctl.trainer.optimizer.megatron_schedule import read_muon_args
 from precisionctl.trainer.saved.run_folder import saved_of
 
 

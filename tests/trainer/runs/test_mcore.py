@@ -2,9 +2,11 @@
 checkpoint, which megatron-core loads whole. tests/peers/test_megatron_engine.py trains."""
 
 import logging
+import sys
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from precisionctl.mcore import train_in_core
 from precisionctl.mcore.core_log import core_log
 from precisionctl.mcore.core_memory import core_memory
 from precisionctl.mcore.core_model import make_config
+from precisionctl.mcore.core_muon import check_muon
 from precisionctl.mcore.train_in_core import CORE
 from precisionctl.recipe import ParallelSettings, load_recipe
 from precisionctl.reports.run import dry_run as lines_of
@@ -111,7 +114,6 @@ def test_megatron_core_loads_the_whole_checkpoint_of_a_run_with_either_optimizer
         ({"train__graphs": True}, "only the bundled trainer has train.graphs"),
         ({"collect_amax": True}, "only the bundled trainer has --collect-amax"),
         ({"optimizer__preset": "fp8-lm"}, "only the bundled trainer has optimizer.preset = fp8-lm"),
-        ({"optimizer__preset": "muon"}, "only the bundled trainer has optimizer.preset = muon"),
         (
             {"precision": "fp8", "precision__num_layers_at_end_in_bf16": 1},
             "only the bundled trainer has layers in BF16",
@@ -175,6 +177,50 @@ def test_experts_on_tensor_ranks_ask_for_shared_tokens() -> None:
     with pytest.raises(RecipeError, match=r"share the tokens too.*parallel\.sequence=true"):
         train_in_core.check_model(model, replace(recipe, parallel=ParallelSettings(tensor=2)))
     train_in_core.check_model(model, replace(recipe, parallel=ParallelSettings(tensor=2, sequence=True)))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:megatron")
+@pytest.mark.parametrize("found", ["none", "0.3.0"])
+def test_muon_without_the_package_that_megatron_core_calls_is_refused_before_anything_is_read(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str
+) -> None:
+    judge("megatron.core", "its Muon is asked for")
+    if find_spec("emerging_optimizers"):
+        pytest.skip("emerging_optimizers is installed")
+    if found != "none":  # one that megatron-core cannot import from
+        (made := tmp_path / "emerging_optimizers").mkdir()
+        (made / "__init__.py").write_text(f"__version__ = '{found}'")
+        monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(train_in_core, "stand_ins", nullcontext)
+    try:
+        with pytest.raises(EnvironmentProblem, match=rf"emerging_optimizers 0.*{found} is installed.*pip install"):
+            train_in_core.resume(in_core(place, "muon", optimizer__preset="muon"), unexpected, unexpected)
+    finally:
+        sys.modules.pop("emerging_optimizers", None)
+    assert not (place / "muon").exists()
+
+
+def unexpected(*_: object) -> None:
+    raise AssertionError("nothing is to begin")
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "words"),
+    [
+        ("llama-3", 4, "there are 2 groups of queries: Megatron's Muon does not split those that ranks share"),
+        ("afmoe", 1, r"Megatron's Muon splits a group of linear_qkv into \(\d+, \d+, \d+\) rows, and layer 0 has"),
+    ],
+)
+def test_a_linear_qkv_that_megatrons_muon_would_not_split_alike_is_refused(
+    family: str, tensor: int, words: str
+) -> None:
+    model, recipe = pico.shape(family), load_recipe("bf16", ["optimizer.preset=muon"])
+    recipe = replace(recipe, parallel=ParallelSettings(tensor=tensor))
+    with pytest.raises(RecipeError, match=f"{words}.*muon_split_qkv=false"):
+        check_muon(model, recipe)
+    for changes in ({"muon_split_qkv": False}, {"preset": "adamw"}):
+        check_muon(model, replace(recipe, optimizer=replace(recipe.optimizer, **changes)))
+    check_muon(pico.shape("llama-3"), replace(recipe, parallel=ParallelSettings(tensor=2)))
 
 
 VARIANTS: tuple[dict[str, Any], ...] = (
@@ -305,6 +351,10 @@ def test_the_memory_of_a_rank_is_what_the_distributed_optimizer_divides() -> Non
         assert memory.gradients == pytest.approx(4 * each, rel=0.01)
         assert memory.optimizer == pytest.approx(12 * each / copies, rel=0.01)
         assert memory.total < 80e9
+    muon = replace(recipe, parallel=sizes, optimizer=replace(recipe.optimizer, preset="muon"))
+    vocabulary = 2 * 128256 * 8192
+    whole = 8 * (70.55e9 - vocabulary) + 12 * vocabulary  # on each rank: no momentum is divided
+    assert core_memory(model, muon, "te", ranks=64).optimizer == pytest.approx(whole / 32, rel=0.01)
     mixture, recipe = from_hf_config(QWEN_3_30B), load_recipe("qwen3-30b-a3b-cpt")
     apart = core_memory(mixture, replace(recipe, parallel=ParallelSettings(expert=8, pipeline=2)), "te", ranks=16)
     assert apart.weights < 2 * 30.53e9 / 2 / 5  # experts, its largest part, over eight

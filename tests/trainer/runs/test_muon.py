@@ -14,20 +14,27 @@ import pico
 import pytest
 import repository
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from soaking import few, in_soak
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from training import as_module, contents, make_source, make_text, run, settings
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from precisionctl.checkpoints.base import WithOptimizer
+from precisionctl.checkpoints.base import Companions, WithOptimizer
 from precisionctl.checkpoints.chunks import read_tensor
+from precisionctl.checkpoints.dcp.dcp_writer import DcpWriter
+from precisionctl.checkpoints.other_trainers.torch_muon import torch_muon
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
-from precisionctl.errors import CheckpointError, DamagedCheckpoint, MissingTensor, RecipeError
-from precisionctl.param import EMBEDDING, Parallelism
-from precisionctl.recipe import Optimizer, Recipe, load_recipe
+from precisionctl.dtypes import DType
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, MappingError, MissingTensor, RecipeError
+from precisionctl.param import EMBEDDING, MOMENTUM, Parallelism, TensorSpec, state_name
+from precisionctl.recipe import MUON_KEYS, Optimizer, Recipe, load_recipe
 from precisionctl.trainer.data.rows import EqualRows, Rows
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.optimizer import muon
@@ -269,9 +276,96 @@ def test_momentum_goes_to_megatron_and_back_into_a_run(place: Path, tmp_path: Pa
     recipe = load_recipe("bf16", ["optimizer.preset=muon"])
     said = settings_said(tmp_path / "cut", recipe)
     assert "it had muon_extra_scale_factor 0.2, here 1 (--set optimizer.muon_extra_scale_factor=0.2 keeps it)" in said
-    for container in ("dcp", "deepspeed-universal"):
-        with pytest.raises(CheckpointError, match=r"Muon.*goes to Megatron alone.*--drop-optimizer"):
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_momentum_goes_to_torchs_muon_and_back(place: Path, tmp_path: Path) -> None:
+    request = Request(place / "muon", tmp_path / "dcp", "hf", container="dcp")
+    execute(command := plan_command(request))
+    assert any("torch.optim.Muon: it has one set of Newton-Schulz coefficients" in note for note in command.notes)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "dcp"), dtype=torch.float32)
+    parts: dict[str, list[nn.Parameter]] = {"matrices": [], "of tokens": [], "norms": []}
+    for name, parameter in model.named_parameters():
+        kind = "norms" if parameter.dim() == 1 else "matrices" if ".layers." in name else "of tokens"
+        parts[kind].append(parameter)
+    adamw = torch.optim.AdamW([{"params": parts["of tokens"]}, {"params": parts["norms"]}])
+    muon = torch.optim.Muon(parts["matrices"], momentum=0.5)
+    for group in (*adamw.param_groups, *muon.param_groups):
+        group["initial_lr"] = group["lr"]
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, [adamw, muon]), strict=True))
+    dcp.load(state, storage_reader=FileSystemReader(tmp_path / "dcp"), no_dist=True)
+    set_state_dict(model, [adamw, muon], model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+    before = state_of(place / "muon")
+    momentum = {name: muon.state[one]["momentum_buffer"] for name, one in model.named_parameters() if one in muon.state}
+    for layer in range(model.config.num_hidden_layers):
+        ours, theirs = (state_name(MOMENTUM, f"decoder.layers.{layer}."), f"model.layers.{layer}.")
+        gate_and_up = torch.cat([momentum[f"{theirs}mlp.{each}_proj.weight"] for each in ("gate", "up")])
+        assert torch.equal(before[f"{ours}mlp.linear_fc1.weight"], gate_and_up)
+        of_heads = (momentum[f"{theirs}self_attn.{each}_proj.weight"] for each in "qkv")
+        in_groups = [each.view(model.config.num_key_value_heads, -1, each.shape[1]) for each in of_heads]
+        assert torch.equal(before[f"{ours}self_attention.linear_qkv.weight"], torch.cat(in_groups, 1).flatten(0, 1))
+    assert all(state["step"] == 4 for state in adamw.state.values()) and len(momentum) == len(parts["matrices"])
+    (group,) = muon.param_groups
+    rates = {key: group[key] for key in ("momentum", "weight_decay", "nesterov", "ns_steps", "adjust_lr_fn")}
+    assert [*rates.values()] == [0.9, 0.1, False, 5, "match_rms_adamw"]
+    assert group["lr"] == adamw.param_groups[0]["lr"] and group["initial_lr"] == adamw.param_groups[0]["initial_lr"]
+    model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    for optimizer in (adamw, muon):
+        optimizer.step()
+
+    execute(plan_command(Request(tmp_path / "dcp", tmp_path / "back", "megatron")))
+    back = state_of(tmp_path / "back")
+    assert back.keys() == before.keys() and all(torch.equal(back[name], each) for name, each in before.items())
+    for container, why in (("torchtitan", "torchtitan trains by Muon none"), ("deepspeed-universal", "of Adam alone")):
+        with pytest.raises(CheckpointError, match=rf"Muon.*{why}.*--drop-optimizer"):
             execute(plan_command(Request(place / "muon", tmp_path / container, "hf", container=container)))
+
+
+@pytest.mark.parametrize(
+    ("mode", "factor"), [("spectral", 1.0), ("spectral", 0.2), ("shape_scaling", 1.0), ("shape_scaling", 0.5)]
+)
+@pytest.mark.parametrize("rows_and_columns", [(24, 40), (40, 24)])
+def test_torchs_muon_is_set_to_make_megatrons_updates(mode: Any, factor: float, rows_and_columns: Any) -> None:
+    """But for what both round to BF16. Decay by itself is the same: lr x weight_decay."""
+    same: dict[str, Any] = {"muon_coefficient_type": "simple", "muon_scale_mode": mode, "muon_nesterov": True}
+    ours = replace(SETTINGS, weight_decay=0.1, muon_extra_scale_factor=factor, **same)
+    args = {key: getattr(ours, key) for key in MUON_KEYS}
+    group, notes = torch_muon(args, {"lr": 0.02, "weight_decay": 0.1, "momentum": ours.muon_momentum}, Path())
+    assert any("weight_decay as many times smaller" in note for note in notes) == (
+        factor != {"spectral": 0.2, "shape_scaling": 1.0}[mode]
+    )
+    weight, gradient = (torch.randn(rows_and_columns, generator=torch.Generator().manual_seed(n)) for n in (0, 1))
+    theirs, made = nn.Parameter(weight.clone()), module(linear__weight=weight)
+    judge = torch.optim.Muon([theirs])
+    judge.param_groups[0].update(group)
+    theirs.grad = gradient
+    judge.step()
+    step(MasterMuon(made, LLAMA, ours), {"linear.weight": gradient}, 0.02)
+    assert (made.get_parameter("linear.weight") - theirs).norm() < 2**-5 * (theirs - weight).norm()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"muon_scale_mode": "unit_rms_norm"},
+        {"muon_scale_mode": ["spectral"]},
+        {"muon_scale_mode": None},
+        *({"muon_extra_scale_factor": wrong} for wrong in (0.0, float("nan"), float("inf"), "1")),
+        {"muon_num_ns_steps": 2.5},
+    ],
+    ids=str,
+)
+def test_a_muon_that_torchs_cannot_follow_is_refused(changes: dict[str, Any]) -> None:
+    args = {key: getattr(Optimizer(), key) for key in MUON_KEYS} | changes
+    with pytest.raises(CheckpointError, match=r"torch's Muon does not make the updates .*--drop-optimizer"):
+        torch_muon(args, {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}, Path())
+
+
+def test_muons_momentum_of_experts_in_one_tensor_has_no_place_in_torchs(tmp_path: Path) -> None:
+    name = state_name(MOMENTUM, "model.layers.0.mlp.experts.gate_up_proj[1]")
+    with pytest.raises(MappingError, match=r"experts.gate_up_proj`.* torch's Muon takes matrices alone.*--drop-opt"):
+        DcpWriter(tmp_path, {name: TensorSpec((4, 4), DType.float32)}, Companions(), {})
 
 
 def test_settings_of_two_runs_by_muon_are_compared(place: Path, tmp_path: Path) -> None:
@@ -353,7 +447,7 @@ def test_what_adamw_trained_goes_on_with_momentum_of_zeros_and_what_it_has_besid
 @pytest.mark.parametrize("preset", ["adamw", *in_soak("fp8-lm")])
 def test_what_muon_trained_has_no_moments_for_adamw(place: Path, tmp_path: Path, preset: str) -> None:
     made = settings(place / "muon", place / "more.txt", tmp_path / "on", train__steps=6, optimizer__preset=preset)
-    way = r"preset=muon with --engine bundled, or --skip optimizer"  # Megatron-Core's run raises this too
+    way = r"preset=muon, or --skip optimizer"
     with pytest.raises(CheckpointError, match=rf"no moments for optimizer\.preset = {preset}.*{way}"):
         run(made)
     started, _, _ = run(replace(made, skip=frozenset({"optimizer"})))

@@ -1,0 +1,61 @@
+"""What torch.optim.Muon (PyTorch 2.9 and later) keeps of matrices that Megatron's Muon trained. Both average gradients
+alike, so the momentum is the same; torch stores with it how an update is made of it, Megatron leaves that to its
+arguments."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from precisionctl.checkpoints.other_trainers.trainer_run import ParameterGroup, muon_settings
+from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, shown
+from precisionctl.untrusted.safe_pickle import is_count
+
+_SCALES = {"spectral": ("match_rms_adamw", 0.2), "shape_scaling": ("original", 1.0)}
+"""Megatron's scales of an update by a matrix's sizes, as torch calls them, and the further factor that torch has."""
+
+_COEFFICIENTS, _EPSILON = (3.4445, -4.775, 2.0315), 1e-7
+"""torch's defaults, which are Megatron's `simple` ones."""
+
+
+def torch_muon(
+    args: Mapping[str, Any], group: Mapping[str, Any], where: Path
+) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """The settings of a group of torch.optim.Muon that makes the updates of Megatron's Muon, and in words what differs.
+    `args` are as by `read_muon_args`, and `group` has `lr`, `weight_decay`, `momentum` and perhaps `initial_lr`. Where
+    Megatron has another factor of updates than torch, rates have it. Raises CheckpointError for a scale that torch has
+    not, and DamagedCheckpoint for values that are none."""
+    wanted = ("muon_scale_mode", "muon_extra_scale_factor", "muon_nesterov", "muon_num_ns_steps")
+    mode, factor, nesterov, steps = (args.get(key) for key in wanted)
+    scale = _SCALES.get(mode) if isinstance(mode, str) else None
+    is_factor = isinstance(factor, int | float) and 0 < factor < math.inf
+    if not (scale and is_factor and isinstance(nesterov, bool) and is_count(steps)):
+        said = f"a scale of {shown(mode)}, factor {shown(factor)}, Nesterov {shown(nesterov)}, {shown(steps)} steps"
+        what = f"torch's Muon does not make the updates that Megatron's arguments say ({said})"
+        raise CheckpointError(f"{what}: it has the scales {' and '.join(_SCALES)}", where=where, do=DROP_OPTIMIZER)
+    kept, (name, of_torch) = muon_settings([ParameterGroup(group)], where), scale
+    times = float(factor) / of_torch
+    rates = {key: kept[key] * times for key in ("lr", "initial_lr") if key in kept}
+    notes = []
+    if times != 1:
+        notes.append(
+            f"its lr is {times:g} times the run's and its weight_decay as many times smaller, for its factor of an "
+            f"update is {of_torch:g} where the run had {factor:g}"
+        )
+    if args.get("muon_coefficient_type") != "simple":
+        notes.append("it has one set of Newton-Schulz coefficients, the `simple` ones, where the run had others")
+    if args.get("muon_split_qkv") is False:
+        notes.append("it orthogonalizes queries, keys and values one by one, and the run all together")
+    notes.append("it orthogonalizes gate and up one by one, where the run had them in one matrix")
+    settings = {
+        **kept,
+        **rates,
+        "weight_decay": kept["weight_decay"] / times,
+        "nesterov": nesterov,
+        "ns_coefficients": _COEFFICIENTS,
+        "eps": _EPSILON,
+        "ns_steps": steps,
+        "adjust_lr_fn": name,
+    }
+    settings.setdefault("initial_lr", settings["lr"])
+    return settings, tuple(notes)
