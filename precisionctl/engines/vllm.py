@@ -28,7 +28,8 @@ from precisionctl.engines.rules.fixed_settings import (
     FixedSettings,
     in_all_layers,
     in_every_other_layer,
-    one_token_more,
+    one_share_of_heads,
+    window_off_by,
 )
 from precisionctl.engines.rules.fused_rules import FusedLinears
 from precisionctl.engines.rules.ignore_lists import BY_NAME, BY_NAME_OR_REGEX, BY_PART_OR_GLOB
@@ -53,6 +54,7 @@ from precisionctl.engines.rules.required_keys import (
     GLM5_NEXT,
     IN_VLLM,
     OF_DEEPSEEK_V4,
+    of_growing_queries,
     of_hy_v4,
     of_minimax_m3,
     of_models,
@@ -68,8 +70,8 @@ _UNQUANTIZED = Unquantized(ROUTERS_AND_GATES, ("qwen3_moe", "qwen3_vl_moe_text",
 """models/: GateLinear, by its quant_config."""
 _list = partial(IgnoreList, unquantized=_UNQUANTIZED)
 
-_HEADS_OF_THEIR_OWN = ("glm4_moe", "gpt_oss", "olmoe")
-"""Models whose class does not read `tie_word_embeddings`, which vLLM was run with."""
+_PASSED_OVER = "its class of this model passes over the setting, in silence"
+_NOT_ALL_BIASES = "its class of this model has not all of these biases, and passes over the others in silence"
 
 ENGINE = Engine(
     name="vllm",
@@ -179,22 +181,20 @@ ENGINE = Engine(
         FixedSettings(
             ("olmoe",),
             {"norm_topk_prob": False, "rms_norm_eps": 1e-5},
-            EngineRule("its class of this model passes over the setting, in silence", "vLLM 0.33 models/olmoe.py; run"),
+            EngineRule(_PASSED_OVER, "vLLM 0.33 models/olmoe.py; run"),
         ),
         FixedSettings(
             ("gpt_oss",),
             {"swiglu_limit": 7.0, "rms_norm_eps": 1e-5, "layer_types": in_every_other_layer},
             EngineRule(
-                "its class of this model passes over the setting, in silence",
+                _PASSED_OVER,
                 "vLLM 0.33 models/gpt_oss.py, layers/fused_moe/activation.py; run",
             ),
         ),
         FixedSettings(
             ("qwen2_moe",),
             {"layer_types": in_all_layers, "qkv_bias": True},
-            EngineRule(
-                "its class of this model passes over the setting, in silence", "vLLM 0.33 models/qwen2_moe.py; run"
-            ),
+            EngineRule(_PASSED_OVER, "vLLM 0.33 models/qwen2_moe.py; run"),
         ),
         FixedSettings(
             ("qwen2", "qwen3"),
@@ -202,33 +202,52 @@ ENGINE = Engine(
             EngineRule("it refuses windows in some layers alone", "vLLM 0.33 models/qwen2.py Qwen2Model; run"),
         ),
         FixedSettings(
-            ("cohere", "cohere2", "cohere2_moe", "gemma", "olmoe"),
+            ("cohere", "cohere2", "cohere2_moe", "falcon_h1", "gemma", "olmoe", "qwen3_moe"),
             {"attention_bias": False},
             EngineRule(
-                "its class of this model has no biases of attention, and passes over those of the directory in silence",
-                "vLLM 0.33 models/commandr.py, cohere2_moe.py, gemma.py, olmoe.py; run",
+                _NOT_ALL_BIASES,
+                "vLLM 0.33 models/commandr.py, cohere2_moe.py, falcon_h1.py, gemma.py, olmoe.py, qwen3_moe.py; run",
             ),
         ),
         FixedSettings(
             ("ernie4_5", "ernie4_5_moe"),
             {"use_bias": False},
+            EngineRule(_NOT_ALL_BIASES, "vLLM 0.33 models/ernie45.py, ernie45_moe.py; run"),
+        ),
+        FixedSettings(
+            ("afmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "kimi_k2", "olmoe"),
+            {"tie_word_embeddings": False},
             EngineRule(
-                "its class of this model has not all biases, and passes over those of the directory in silence",
-                "vLLM 0.33 models/ernie45.py, ernie45_moe.py; run",
+                "its class of this model has a head of its own, which stays as it was made where there is none",
+                "vLLM 0.33 models/afmoe.py, deepseek_v2.py, glm4_moe.py, glm4_moe_lite.py, gpt_oss.py, olmoe.py; run",
             ),
         ),
         FixedSettings(
-            _HEADS_OF_THEIR_OWN,
-            {"tie_word_embeddings": False},
+            ("cohere", "cohere2", "cohere2_moe", "gemma2", "lfm2", "lfm2_moe"),
+            {"tie_word_embeddings": True},
             EngineRule(
-                "its class of this model has a head of its own, which beside weights that are no codes stays, in "
-                "silence, as it was made",
-                "vLLM 0.33 models/*.py, model_loader/default_loader.py track_weights_loading; run",
+                "its class of this model has no head beside the embedding, and passes over that of the directory, or "
+                "refuses it",
+                "vLLM 0.33 models/commandr.py, cohere2_moe.py, gemma2.py, lfm2.py, lfm2_moe.py; run",
+            ),
+        ),
+        FixedSettings(
+            ("mimo_v2_flash",),
+            {"rope_parameters": one_share_of_heads},
+            EngineRule("it turns one share of all heads", "vLLM 0.33 models/mimo_v2.py MiMoV2FlashDecoderLayer; run"),
+        ),
+        FixedSettings(
+            ("mimo_v2_flash",),
+            {"sliding_window_size": window_off_by(-1, "sliding_window_size")},
+            EngineRule(
+                "it counts the token itself, and SGLang and transformers do not",
+                "vLLM 0.33 models/mimo_v2.py MiMoV2Attention; run",
+                fatal=False,
             ),
         ),
         FixedSettings(
             ("cohere2", "cohere2_moe"),
-            {"sliding_window": one_token_more},
+            {"sliding_window": window_off_by(1)},
             EngineRule(
                 "it says that the model was trained so; in transformers a window is as wide as config.json says",
                 "vLLM 0.33 models/commandr.py CohereAttention, cohere2_moe.py; run",
@@ -390,6 +409,11 @@ ENGINE = Engine(
             f"its model fails without this key, or takes another model's value. {ADDED}",
             "vLLM 0.33 models/afmoe.py, deepseek_v2.py, glm4_moe_lite.py, hy_v3.py, lfm2.py, mimo_v2.py, "
             "minimax_m2.py, step3p5.py, transformers_utils/configs/muse_spark.py",
+        ),
+        of_growing_queries: EngineRule(
+            "without it queries do not grow, and the model is another one beyond the context that it had before YaRN: "
+            "`export-inference` writes it",
+            "vLLM 0.33 models/mistral.py MistralAttention; run",
         ),
         of_shared_indexers: EngineRule(
             "without it every layer has an indexer", "vLLM 0.33 models/deepseek_v32/attention.py"

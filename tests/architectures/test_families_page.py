@@ -3,7 +3,7 @@
 import pico
 import pytest
 import repository
-from judges import BRIDGE, CORE, CORE_FIRST, CORE_HYBRIDS, CORE_LATER, CORE_LOADS
+from judges import BRIDGE, CORE, CORE_FIRST, CORE_HYBRIDS, CORE_LATER, CORE_LOADS, VLLM
 
 from precisionctl.architectures.families import supported
 from precisionctl.architectures.megatron.megatron_args import otherwise_in_megatron
@@ -30,6 +30,8 @@ def line(model_type: str) -> str:
         judges.append("Megatron-Core (parameters)")
     if {*families} & BRIDGE.keys() and like is None:
         judges.append("Megatron-Bridge")
+    if {*families} & VLLM.keys() and like is None:
+        judges.append("vLLM")
     computes = f"all but {otherwise}" if otherwise else "all"
     return f"| `{model_type}` | {supported()[model_type].names_by} | {computes} | {', '.join(judges)} |"
 

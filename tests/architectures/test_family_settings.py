@@ -124,6 +124,7 @@ REFUSED = [
     ("falcon-40b", "num_ln_in_parallel_attn", 3),
     ("gpt-bigcode", "scale_attn_weights", False),
     ("minicpm3", "attention_bias", True),
+    ("gemma3", "attn_logit_softcapping", 50.0),
     # null is off in transformers
     ("falcon", "parallel_attn", None),
     ("falcon-h1", "mamba_conv_bias", None),

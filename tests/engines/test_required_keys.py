@@ -37,6 +37,7 @@ SAID: dict[tuple[str, str], dict[str, Any]] = {
     ("sglang", "hy-v3"): {"first_k_dense_replace": 1, "qk_norm": True, "route_norm": True},
     ("vllm", "lfm2"): {"conv_dim": 64, "block_dim": 64},
     ("vllm", "mimo-v2-flash"): _OF_MIMO,
+    ("vllm", "ministral3"): {"llama_4_scaling": {"original_max_position_embeddings": 8, "beta": 0.5}},
     ("sglang", "mimo-v2-flash"): _OF_MIMO | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     ("vllm", "minimax-m2"): {"scoring_func": "sigmoid", "use_routing_bias": True, "rotary_dim": 8},
     ("sglang", "minimax-m2"): {"scoring_func": "sigmoid", "use_qk_norm": True, "rotary_dim": 8},

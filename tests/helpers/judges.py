@@ -63,3 +63,74 @@ BRIDGE: dict[str, dict[str, Any]] = {
     "olmoe": {"num_key_value_heads": 4},  # nor has its norm of keys fewer heads than that of queries
 }
 """Written by us, exported by Megatron-Bridge bit for bit, and read as Bridge saved it."""
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+"""Sizes that vLLM's kernels for CPUs take: heads of 32 channels and more, and latents of 512."""
+
+_WIDE_LATENTS = {
+    **{size: WIDE[size] for size in ("hidden_size", "intermediate_size")},
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+_LONG = [1 + number % 8 / 2 for number in range(32)]
+
+VLLM: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(
+        (
+            *(
+                "llama-3",
+                "llama-tied",
+                "llama-all-biases",
+                "mistral",
+                "mixtral",
+                "ministral",
+                "nemotron",
+                "jais2",
+                "gpt2",
+            ),
+            *("qwen2", "qwen3", "qwen2-moe", "qwen3-moe", "qwen3-moe-scores-of-all", "phi3", "phi", "stablelm", "opt"),
+            *("gemma", "gemma2", "gemma3", "gemma4", "gemma4-moe", "gemma4-small", "vaultgemma", "cohere", "cwm"),
+            *("glm", "glm4", "glm4-moe", "olmo", "olmo2", "olmo3", "flex-olmo", "smollm3", "seed-oss", "hyperclovax"),
+            *("granite", "granite-moe", "granite-moe-shared", "granite-swa", "granite-moe-swa", "granite-hybrid"),
+            *("granite-hybrid-dense", "falcon-h1", "falcon-h1-norm", "helium", "starcoder2", "exaone4", "exaone-moe"),
+            *("ernie4-5", "arcee", "dots1", "nanochat", "hunyuan", "hunyuan-moe", "hy-v3", "solar-open", "afmoe"),
+            *("gpt2", "gpt-j", "gpt-neox"),
+        ),
+        WIDE,
+    ),
+    # what vLLM takes, whatever is said (precisionctl/engines/vllm.py)
+    "olmoe": WIDE | {"norm_topk_prob": False},
+    "gpt-oss": WIDE | {"swiglu_limit": 7.0},
+    "lfm2": {"hidden_size": 256, "tie_word_embeddings": True},
+    "lfm2-moe": WIDE | {"tie_word_embeddings": True},
+    # without groups, its router for CPUs asks for a number of them
+    "deepseek-v2": _WIDE_LATENTS | {"n_group": 1, "topk_group": 1},
+    "deepseek-v2-groups": _WIDE_LATENTS,
+    "deepseek-v3": _WIDE_LATENTS,
+    "glm4-moe-lite": _WIDE_LATENTS | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    # which passes over the bias by which experts are chosen, and that of GPUs does not: here all are
+    "ernie4-5-moe": WIDE | {"moe_k": 8},
+    # it has no more positions than the scaled context
+    "ministral3": WIDE
+    | {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.5,
+        }
+    },
+    "phi3-long": {
+        **{size: WIDE[size] for size in ("hidden_size", "intermediate_size")},
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 32,
+            "long_factor": _LONG,
+        },
+    },
+}
+"""vLLM's kernels for CPUs compute the logits that we compute of what we wrote."""

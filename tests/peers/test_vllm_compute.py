@@ -33,15 +33,15 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidd
 TOKENS = torch.randint(0, 250, (2, 48), generator=torch.Generator().manual_seed(1))
 
 
-def save(directory: Path) -> None:
-    """A Llama with FP8 state, for its cache too."""
-    pico.save(directory, "llama-3", dtype=torch.bfloat16, **SIZES)
+def save(directory: Path, family: str = "llama-3") -> None:
+    """A model with FP8 state, for its cache too."""
+    pico.save(directory, family, dtype=torch.bfloat16, **SIZES)
     sidecar.write(directory / sidecar.RELATIVE, cache_states.with_cache_state(directory))
 
 
-def export(directory: Path, scheme: str, **options: str) -> None:
+def export(directory: Path, scheme: str, family: str = "llama-3", **options: str) -> None:
     source = directory.with_name(f"{directory.name}-source")
-    save(source)
+    save(source, family)
     conversions.carry_out(Request.export(source, directory, "vllm", scheme, **options), workers=1)
 
 
@@ -74,6 +74,10 @@ CASES = {
     "source": Case(save, rounds=False),
     "static": Case(partial(export, scheme="static")),
     "dynamic": Case(partial(export, scheme="dynamic")),
+    **{
+        family: Case(partial(export, scheme="dynamic", family=family))
+        for family in ("qwen3", "phi3", "glm4", "gemma3", "granite", "olmo2", "cohere", "smollm3")
+    },
     "nvfp4": Case(partial(export, scheme="nvfp4")),
     "mxfp8": Case(partial(export, scheme="mxfp8"), "bfloat16", rounds=False),  # of vLLM's emulation, inputs are not
     "w4a16": Case(partial(export, scheme="w4a16"), "bfloat16", rounds=False, bound=1e-4),

@@ -4,7 +4,8 @@ tokens' prefixes, and the `input` and `output` of each linear before a residual 
 says how.
 
 vLLM's emulations of NVFP4 and MXFP8 are in its lists of kernels for GPUs alone, though they need none: they are put
-into that of CPUs. Its kernels for CPUs lack two operators of static FP8: what they compute is done by its own PyTorch.
+into that of CPUs. Its kernels for CPUs lack two operators of static FP8, and that of rotary embeddings turns other
+channels where queries come by head: what they compute is done by its own PyTorch.
 """
 
 import gc
@@ -24,6 +25,7 @@ from vllm.model_executor.kernels.linear.nvfp4.emulation import EmulationNvFp4Lin
 from vllm.model_executor.layers.fusion import fused_act_quant
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import PlatformEnum
 
 register_linear_kernel(EmulationNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")
@@ -35,6 +37,7 @@ def quantize(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 vllm._custom_ops.scaled_fp8_quant = quantize
+RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
 fused_act_quant._FUSED_ACT_QUANT.clear()
 
 SETTINGS = {"enforce_eager": True, "skip_tokenizer_init": True, "max_model_len": 64, "enable_prefix_caching": False}

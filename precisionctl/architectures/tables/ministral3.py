@@ -1,6 +1,6 @@
 """Ministral 3: Mistral whose queries grow with their position, beyond the context before YaRN.
 
-Trap: a config.json without rotary parameters has YaRN.
+Traps: a config.json without rotary parameters has YaRN; vLLM looks for how queries grow under a key of its own.
 """
 
 from precisionctl.architectures import config_keys as keys
@@ -8,6 +8,7 @@ from precisionctl.architectures.config_layers import everywhere, sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
+from precisionctl.model.model_shape import ModelShape
 
 YARN = {
     "rope_type": "yarn",
@@ -20,6 +21,15 @@ YARN = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+_OF_VLLM = "llama_4_scaling"
+
+
+def _write_query_scaling(model: ModelShape) -> keys.Config:
+    if model.query_scaling_beta is None:
+        return {}
+    original = (model.rope_scaling or {})["original_max_position_embeddings"]
+    return {_OF_VLLM: {"original_max_position_embeddings": original, "beta": model.query_scaling_beta}}
+
 
 ARCHITECTURE = Architecture(
     model_types={"ministral3": "Ministral3ForCausalLM"},
@@ -30,6 +40,7 @@ ARCHITECTURE = Architecture(
         keys.SILU,
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(scaling=YARN, query_scaling=True),
+        keys.Rule((_OF_VLLM,), write=_write_query_scaling),
         sliding_window(everywhere, listed=False),
         keys.tied(False),
     ),

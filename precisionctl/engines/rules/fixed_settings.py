@@ -20,21 +20,38 @@ class FixedSettings:
     values: Mapping[str, bool | float | Callable[[Mapping[str, Any]], object]]
     rule: EngineRule
 
-    def check(self, config: Mapping[str, Any]) -> Iterator[Finding]:
-        """The keys under which a config.json has other values."""
+    def taken(self, config: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+        """The keys under which a config.json says other values, and what the engine takes for these."""
         if str(config.get("model_type")) not in self.model_types:
             return
         for key, value in self.values.items():
             said, taken = config.get(key), value(config) if callable(value) else value
             if said is not None and taken is not None and said != taken:
-                yield Finding("config.json", f"{key} is {shown(said)}, and taken for {shown(taken)}", self.rule)
+                yield key, taken
+
+    def check(self, config: Mapping[str, Any]) -> Iterator[Finding]:
+        """The same, as findings."""
+        for key, taken in self.taken(config):
+            yield Finding("config.json", f"{key} is {shown(config[key])}, and taken for {shown(taken)}", self.rule)
 
 
-def one_token_more(config: Mapping[str, Any]) -> object:
-    """A window of one token more than config.json says, if a layer has it."""
-    window, kinds = config.get("sliding_window"), config.get("layer_types")
-    has_windows = not isinstance(kinds, list) or _WINDOW in kinds
-    return window + 1 if type(window) is int and has_windows else None
+def window_off_by(tokens: int, key: str = "sliding_window") -> Callable[[Mapping[str, Any]], object]:
+    """A window of so many tokens more than config.json says under a key, if a layer has it."""
+
+    def taken(config: Mapping[str, Any]) -> object:
+        window, kinds = config.get(key), config.get("layer_types")
+        has_windows = not isinstance(kinds, list) or _WINDOW in kinds
+        return window + tokens if type(window) is int and has_windows else None
+
+    return taken
+
+
+def one_share_of_heads(config: Mapping[str, Any]) -> object:
+    """Rotary embeddings of all kinds of layers that turn the share of a head that is said beside them."""
+    kinds, share = config.get("rope_parameters"), config.get("partial_rotary_factor")
+    if share is None or not isinstance(kinds, Mapping) or not all(isinstance(each, Mapping) for each in kinds.values()):
+        return None
+    return {kind: {**each, "partial_rotary_factor": share} for kind, each in kinds.items()}
 
 
 def in_every_other_layer(config: Mapping[str, Any]) -> object:

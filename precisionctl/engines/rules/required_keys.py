@@ -139,6 +139,14 @@ def of_shared_indexers(config: Mapping[str, Any]) -> Iterator[str]:
         yield "index_topk_pattern"
 
 
+def of_growing_queries(config: Mapping[str, Any]) -> Iterator[str]:
+    """How the queries of Ministral 3 grow with their position, which transformers reads within `rope_parameters`."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    grow = isinstance(rope, Mapping) and rope.get("llama_4_scaling_beta")
+    if config.get("model_type") == "ministral3" and grow and config.get("llama_4_scaling") is None:
+        yield "llama_4_scaling"
+
+
 MUSE_GLIMMER = (
     *("head_dim", "hidden_activation", "rope_parameters", "layer_rope_theta", "qk_scale_factor"),
     "final_logit_softcapping",
