@@ -120,7 +120,7 @@ def for_llama_cpp(source: Source) -> Result:
 def _about(request: Request, reader: Reader, plan: Plan) -> dict[str, GgufValue]:
     """What the file of a plan says of its name, its size, and how the model is sampled from."""
     said = reader.companions.files.get("generation_config.json")
-    config = parse_json(said, "generation_config.json") if said else {}
+    config = parse_json(said, "generation_config.json") if said is not None else {}
     about: dict[str, GgufValue] = {}
     for key, name in _SAMPLING.items():
         value = config.get(name)

@@ -160,7 +160,7 @@ def run_tasks(reader: Reader, tasks: Sequence[str], *, limit: int | None, chat_t
         model, precision = load(reader, best_device())
         # generation_config.json says at which tokens a text ends, such as those that end a turn
         said = reader.companions.files.get("generation_config.json")
-        end = parse_json(said, "generation_config.json").get("eos_token_id") if said else None
+        end = parse_json(said, "generation_config.json").get("eos_token_id") if said is not None else None
         ends = frozenset(token for token in (end if isinstance(end, list) else [end]) if type(token) is int)
         adapter = StoredModel(model, tokenizer, longest_text(reader.model), ends)
         settings = {"limit": limit, "apply_chat_template": chat_template}

@@ -37,7 +37,7 @@ from precisionctl.codes.ggml_formats import named
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import LLAMA_CPP, Request
 from precisionctl.conversion.command import execute
-from precisionctl.errors import PrecisionError, RecipeError, UnknownArchitecture, UnknownFormat
+from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError, UnknownArchitecture, UnknownFormat
 from precisionctl.export.gguf.gguf_pretokenizers import QWEN2
 from precisionctl.param import Parallelism
 from precisionctl.verify.compare import compare
@@ -328,6 +328,9 @@ def test_the_metadata_says_where_the_model_is_from_and_how_it_is_sampled(tmp_pat
         "general.quantization_version": 2,
     }
     assert said["general.size_label"].endswith("K")
+    (published / "generation_config.json").write_bytes(b"")
+    with pytest.raises(DamagedCheckpoint, match="generation_config.json"):
+        export(published, tmp_path / "empty")
 
 
 KILLED = """

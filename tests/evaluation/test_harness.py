@@ -13,7 +13,7 @@ import torch
 from scoring import save
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.errors import DataError, RecipeError
+from precisionctl.errors import DamagedCheckpoint, DataError, RecipeError
 from precisionctl.precision import Precision
 from precisionctl.trainer.model.gpt import GPT
 
@@ -86,6 +86,13 @@ def test_an_error_of_the_model_is_not_said_to_be_lm_evals(
     monkeypatch.setattr(harness, "simple_evaluate", lambda adapter, **_: adapter._logits([1, 2], 1))
     monkeypatch.setattr(GPT, "hidden", fail)
     with pytest.raises(raised, match="no such thing"):
+        harness.run_tasks(HuggingFaceReader(tmp_path), ["a_task"], limit=None, chat_template=False)
+
+
+def test_a_generation_config_without_content_is_damaged(harness: Any, tmp_path: Path) -> None:
+    save(tmp_path)
+    (tmp_path / "generation_config.json").write_bytes(b"")
+    with pytest.raises(DamagedCheckpoint, match="generation_config.json"):
         harness.run_tasks(HuggingFaceReader(tmp_path), ["a_task"], limit=None, chat_template=False)
 
 
