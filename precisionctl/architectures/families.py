@@ -88,8 +88,8 @@ def read_model(config: Config, where: object = "config.json", stored: Collection
             return in_directory(architecture_of(model.architecture), model, config, stored)
         if not stored:
             return model
-        named = config.get("architectures")
-        classes = [each for each in named if isinstance(each, str)] if isinstance(named, list) else []
+        said = config.get("architectures")
+        classes = [each for each in said if isinstance(each, str)] if isinstance(said, list) else []
         if head := next(filter(_FOR_NUMBERS.search, classes), None):
             what = f"a model with a head for rewards or classes ({head:.60}), which gives numbers and no tokens"
             raise UnknownArchitecture(what, where=where, do=_OF_NUMBERS)

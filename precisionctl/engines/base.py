@@ -19,9 +19,9 @@ from precisionctl.engines.rules.demands import other_codes, scales_of_no_use, wr
 from precisionctl.engines.rules.fixed_settings import FixedSettings
 from precisionctl.engines.rules.fused_rules import FusedLinears
 from precisionctl.engines.rules.ignore_lists import in_time
+from precisionctl.engines.rules.joined_tensors import wrongly_joined
 from precisionctl.engines.rules.method_rules import MethodRules
 from precisionctl.engines.rules.model_rules import BlocksAlone, ExpertDtype
-from precisionctl.engines.rules.names_in_memory import wrongly_joined
 from precisionctl.engines.rules.required_keys import MissingKeys
 from precisionctl.engines.rules.rule import Demand, EngineRule, Finding, QuantizedDirectory, broken
 from precisionctl.engines.rules.serving_rules import Division, ShapeRules

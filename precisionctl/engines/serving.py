@@ -173,6 +173,11 @@ class ServingLayout:
                 return f"{heads} {what}{in_groups} on {self.ranks} GPUs"
         return None
 
+    @property
+    def shares_rows(self) -> bool:
+        """Whether several GPUs get the same rows of a weight whose other rows they divide, by places looked up."""
+        return self.ranks > 1 and any(cut.by_row for cut in (self.cuts or {}).values())
+
     def unknown(self, weights: Iterable[str]) -> list[str]:
         """The weights of which it is not known how several GPUs divide them."""
         if self.ranks == 1:

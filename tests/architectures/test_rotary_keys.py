@@ -2,6 +2,7 @@
 refused."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pico
@@ -10,7 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from soaking import in_soak
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from precisionctl.architectures.families import architecture_of, from_hf_config
+from precisionctl.architectures.families import architecture_of, from_hf_config, to_hf_config
 from precisionctl.architectures.rope import KEYS
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnknownArchitecture
 
@@ -164,6 +165,14 @@ def test_the_original_context_of_deepseek_v4_is_that_of_its_parameters_alone() -
     scaling = from_hf_config(said).rope_scaling
     assert scaling and scaling["original_max_position_embeddings"] == told["original_max_position_embeddings"]
     assert told["original_max_position_embeddings"] == said["max_position_embeddings"] != 32
+
+
+def test_a_scaling_has_its_keys_in_the_order_in_which_other_families_write_them() -> None:
+    scaling = {"factor": 2.0, "rope_type": "yarn", "original_max_position_embeddings": 128}
+    others, ours = (
+        to_hf_config(replace(pico.shape(name), rope_scaling=scaling), "") for name in ("qwen3", "cohere2-moe")
+    )
+    assert [*ours["rope_parameters"]] == [*others["rope_scaling"], "rope_theta"]
 
 
 def test_a_base_beside_parameters_by_kind_is_that_of_kinds_that_say_none() -> None:

@@ -32,15 +32,13 @@ from precisionctl.architectures.megatron.recurrent_args import (
 from precisionctl.architectures.megatron.sparse_args import (
     CSA_NAME,
     DSA_NAME,
-    MHC_NAME,
     csa_args,
     dsa_args,
-    mhc_args,
     read_csa,
     read_csa_rope,
     read_dsa,
-    read_mhc,
 )
+from precisionctl.architectures.megatron.streams_args import MHC_NAME, mhc_args, read_mhc
 from precisionctl.architectures.rope import LLAMA3
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, at, shown
 from precisionctl.model.model_parts import MLA, MOST_LAYERS, check_size, real

@@ -1,12 +1,12 @@
 """Megatron's arguments that describe attention to chosen keys, both ways: the indexers of DeepSeek's sparse attention,
-and, of Megatron-Core's dev branch, DeepSeek-V4's attention and residual streams."""
+and, of Megatron-Core's dev branch, DeepSeek-V4's attention."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from precisionctl.architectures.megatron.args_said import needed, norm_epsilon, one_of
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model.model_parts import HyperConnections, real
+from precisionctl.model.model_parts import real
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.sparse_parts import CSA, DSA
 
@@ -23,7 +23,6 @@ INDEXER_NORM_EPSILON = 1e-6
 config.json says."""
 CSA_NAME = "dsv4_hybrid"
 """Of `experimental_attention_variant`."""
-MHC_NAME = "enable_hyper_connections"
 _CSA = {  # argument, field of CSA
     "csa_window_size": "window_size",
     "q_lora_rank": "q_lora_rank",
@@ -33,7 +32,6 @@ _CSA = {  # argument, field of CSA
     "dsa_indexer_head_dim": "head_dim",
     "dsa_indexer_topk": "topk",
 }
-_MHC = ("num_residual_streams", "mhc_sinkhorn_iterations")
 
 
 def dsa_args(model: ModelShape) -> dict[str, Any]:
@@ -133,13 +131,3 @@ def read_csa_rope(args: Mapping[str, Any], yarn: Mapping[str, Any]) -> dict[str,
         "rotary_percent": needed(args, "qk_pos_emb_head_dim") / needed(args, "v_head_dim"),
         "rope_scaling": None if yarn["factor"] == 1 else {**yarn, "attention_factor": 1.0},
     }
-
-
-def mhc_args(model: ModelShape) -> dict[str, Any]:
-    """Arguments of several residual streams, which Megatron has beside compressed keys alone."""
-    return {MHC_NAME: True, **{name: getattr(model.mhc, name) for name in _MHC}} if model.mhc and model.csa else {}
-
-
-def read_mhc(args: Mapping[str, Any]) -> HyperConnections | None:
-    """The inverse."""
-    return HyperConnections(**{name: needed(args, name) for name in _MHC}) if args.get(MHC_NAME) else None

@@ -10,6 +10,11 @@ from precisionctl.model.model_parts import LARGEST, check_count
 from precisionctl.model.model_shape import ModelShape
 
 
+def _read_attention(config: keys.Config) -> keys.Fields:
+    heads = keys.size(config, "num_attention_heads")
+    return {"num_attention_heads": heads, "num_query_groups": heads, "kv_channels": keys.size(config, "v_head_dim")}
+
+
 def leading_dense(key: str, default: int = 0) -> keys.Rule:
     """How many layers, the first ones, have no experts; `default` where the key is absent."""
 
@@ -112,10 +117,7 @@ def latent_attention(q_lora_rank: int | None) -> tuple[keys.Entry, ...]:
         keys.SILU,
         keys.Rule(
             ("num_attention_heads",),
-            lambda config: {
-                **dict.fromkeys(("num_attention_heads", "num_query_groups"), keys.size(config, "num_attention_heads")),
-                "kv_channels": keys.size(config, "v_head_dim"),
-            },
+            _read_attention,
             lambda model: dict.fromkeys(("num_attention_heads", "num_key_value_heads"), model.num_attention_heads),
         ),
         keys.Key("mla.q_lora_rank", "q_lora_rank", None, absent=q_lora_rank),

@@ -135,8 +135,7 @@ ARCHITECTURE = Architecture(
             _read_rope,
             lambda model: {
                 "rope_parameters": {
-                    "rope_type": "default",
-                    **(model.rope_scaling or {}),
+                    **(model.rope_scaling or {"rope_type": "default"}),
                     "rope_theta": model.rotary_base,
                 }
             },

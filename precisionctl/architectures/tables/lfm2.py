@@ -84,6 +84,11 @@ def _read_channels(config: keys.Config) -> keys.Fields:
     return {"ffn_hidden_size": channels}
 
 
+def _read_tied(config: keys.Config) -> keys.Fields:
+    key = "tie_embedding" if "tie_embedding" in config else "tie_word_embeddings"
+    return {"tied_embeddings": keys.is_on(config, key, absent=True)}
+
+
 COMMON: tuple[keys.Entry, ...] = (
     keys.LAYERS,
     keys.Key("max_position_embeddings", "max_position_embeddings", 128000),
@@ -96,11 +101,7 @@ COMMON: tuple[keys.Entry, ...] = (
     rope(1e6),
     keys.Rule(
         ("tie_embedding", "tie_word_embeddings"),
-        lambda config: {
-            "tied_embeddings": keys.is_on(
-                config, "tie_embedding" if "tie_embedding" in config else "tie_word_embeddings", absent=True
-            )
-        },
+        _read_tied,
         lambda model: {"tie_word_embeddings": model.tied_embeddings},
     ),
 )

@@ -102,7 +102,9 @@ ARCHITECTURE = Architecture(
         keys.Rule(
             _SIZES,
             _read_sizes,
-            lambda model: {name: getattr(model.gdn, name.removeprefix("linear_")) for name in _SIZES if model.gdn},
+            lambda model: (
+                {name: getattr(model.gdn, name.removeprefix("linear_")) for name in _SIZES} if model.gdn else {}
+            ),
         ),
         keys.Key("gdn.conv_kernel_dim", "linear_conv_kernel_dim", 4),
         keys.Key("gdn.allow_neg_eigval", "linear_allow_neg_eigval", True),

@@ -296,6 +296,11 @@ def _read_prediction(config: keys.Config) -> keys.Fields:
     return {"mtp_num_layers": ahead, **dict.fromkeys(("mtp_dense", "mtp_output_layers"), bool(ahead))}
 
 
+def _unwritten(*only: keys.Only) -> tuple[keys.Rule, ...]:
+    """Keys of transformers' class that no published file has."""
+    return tuple(keys.Rule(each.keys, each.read) for each in only)
+
+
 _WORDS = {
     "num_key_value_heads": "num_attention_groups",
     "n_routed_experts": "moe_num_experts",
@@ -320,10 +325,7 @@ ARCHITECTURE = Architecture(
     config=(
         *keys.SIZES,
         keys.SILU,
-        *(
-            keys.Rule(each.keys, each.read)  # not written: keys of transformers' class that no published file has
-            for each in (keys.Only("attention_bias", False), keys.Only("mlp_bias", False), keys.Only("gating", True))
-        ),
+        *_unwritten(keys.Only("attention_bias", False), keys.Only("mlp_bias", False), keys.Only("gating", True)),
         *keys.reworded(
             (
                 keys.Rule(

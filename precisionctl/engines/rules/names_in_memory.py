@@ -8,13 +8,9 @@ model tells; so they are tried behind the first words of a name, and give names 
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
 from typing import Any
 
-from precisionctl.engines.rules.rule import Breaches
 from precisionctl.errors import DamagedCheckpoint, require_package
-from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.compressed_tensors import config_groups, read_group
 
 _DEEPEST = 3
 """Words in front of which a part's names begin: `model.vision_tower.`."""
@@ -53,7 +49,7 @@ def possible(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, lis
     return found
 
 
-def _joined_weights(config: Mapping[str, Any], weights: Iterable[str], codes: Iterable[str]) -> Iterator[str]:
+def joined_weights(config: Mapping[str, Any], weights: Iterable[str], codes: Iterable[str]) -> Iterator[str]:
     """The weights that become a part of another tensor, or several tensors; of those whose names differ in numbers
     alone the first. Without those whose result is a linear that has scales of its own, as one made of `codes` has.
     Raises as `_of_parts`.
@@ -70,35 +66,6 @@ def _joined_weights(config: Mapping[str, Any], weights: Iterable[str], codes: It
             if not re.search(f"{converter.target_patterns[0]}$", scaled, re.MULTILINE):
                 yield name
                 break
-
-
-def wrongly_joined(
-    config: Mapping[str, Any], quantization: Mapping[str, Any], specs: Mapping[str, TensorSpec]
-) -> Breaches:
-    """The weights among these tensors of a directory of compressed-tensors that are joined or divided, and not in the
-    format of the group by which they are decoded. Of those whose names differ in numbers alone the first.
-
-    It decodes what it joins first, all by one config group, and drops what it does not find in that group's format:
-    experts of Qwen3-MoE in BF16 beside linears in INT4 as well as convolutions of OLMo Hybrid. Beside FP8 alone it
-    keeps values. transformers 5.24, quantizers/base.py update_weight_conversions, integrations/compressed_tensors.py
-    CompressedTensorsDequantize."""
-    groups = [*config_groups(quantization).values()]
-    if not groups:  # the KV cache alone is in FP8
-        return
-    # the first with an expression that says `experts`, else the first that targets a class or a name, else the first
-    # (CompressedTensorsDequantize: get_experts_scheme)
-    of_experts = (each for each in groups if any(to.startswith("re:") and "experts" in to for to in each.targets))
-    of_names = (each for each in groups if any(not to.startswith("re:") for to in each.targets))
-    forms = read_group(next(chain(of_experts, of_names), groups[0])).formats
-    packings = {form.packing for form in forms}
-    found = {packing for packing in packings if packing is None or packing.suffix}  # INT8 in bytes it does not find
-    wrong = [name for name, spec in specs.items() if name.endswith(".weight") and spec.packing not in found]
-    codes = (name for name, spec in specs.items() if spec.is_codes)
-    beside = " or ".join(dict.fromkeys(form.name for form in forms))
-    for name in _joined_weights(config, wrong, codes) if wrong else ():  # it imports transformers, which takes seconds
-        spec = specs[name]
-        stored = f"{spec.codes_name} codes" if spec.is_codes else f"{spec.dtype} values"
-        yield name, f"{stored}, beside {beside}"
 
 
 _NUMBER = re.compile(r"\d+")

@@ -155,7 +155,6 @@ class Division:
 
     def check_groups(self, served: ServingLayout) -> list[Finding]:
         """That GPUs would share a mixer's only group, where the engine does not let them beside codes, as a finding."""
-        shares_rows = served.ranks > 1 and any(cut.by_row for cut in (served.cuts or {}).values())
-        if self.whole_groups is None or not shares_rows:
+        if self.whole_groups is None or not served.shares_rows:
             return []
         return [Finding("config.json", f"mixers of one group on {served.ranks} GPUs", self.whole_groups)]
