@@ -231,8 +231,8 @@ def _forward(batches: Iterator[Batch], stage: Any) -> tuple[Tensor, Callable[[Te
     learned, padding = parts["labels"] != IGNORED, parts["padding"]
     if stage.config.sequence_parallel and not stage.module.pre_process:
         # 0.16.1 divides it among the ranks only on the first stage (gpt_model.py: _preprocess)
-        parts_of_ranks = padding.chunk(parallel_state.get_tensor_model_parallel_world_size(), 1)
-        padding = parts_of_ranks[parallel_state.get_tensor_model_parallel_rank()]
+        chunks = padding.chunk(parallel_state.get_tensor_model_parallel_world_size(), 1)
+        padding = chunks[parallel_state.get_tensor_model_parallel_rank()]
     losses = stage(
         parts["tokens"],
         parts["positions"],

@@ -55,6 +55,9 @@ StateOrigin = Literal[
     "never recorded",
 ]
 
+Known = tuple[StateOrigin, Mapping[str, Fp8State]]
+"""States by module, with their origin. Several stand in the order of preference."""
+
 _PRODUCERS: Mapping[str, StateOrigin] = {
     COLLECTED: "collected in BF16 training",
     CALIBRATED: "calibrated",
@@ -90,7 +93,7 @@ def start_fp8(run: Run, state: KnownState, sidecar_state: Fp8States | None, *, c
         notes = ("cold start: scale 1 and empty histories everywhere",)
         return Fp8Start({"never recorded": _all_gemms(linears)}, None, notes)
 
-    known: list[tuple[StateOrigin, Mapping[str, Fp8State]]] = []  # in the order of preference
+    known: list[Known] = []
     for states in state.usable:
         mine = replace(states, modules={name: each for name, each in states.modules.items() if name in shapes})
         check_modules(mine, shapes)
@@ -179,11 +182,10 @@ def unused(
 
 
 def _complete(
-    name: str, linear: Fp8Linear, change: StateChange, known: Sequence[tuple[StateOrigin, Mapping[str, Fp8State]]]
+    name: str, linear: Fp8Linear, change: StateChange, known: Sequence[Known]
 ) -> dict[Role, Counter[StateOrigin]]:
     """Set a linear's state, in which experts without tokens get the other experts'. Returns, for each role, the number
-    of the linear's GEMMs by the origin of their state; `known` are states by module with their origins, in the order of
-    preference."""
+    of the linear's GEMMs by the origin of their state."""
     state = change.states.modules[name]
     roles = dict(state.roles)
     roles |= {role: from_other_experts(roles[role], role, change.states.recipe) for role in IN_USE}

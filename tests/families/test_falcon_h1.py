@@ -1,5 +1,6 @@
 """Falcon-H1: its config.json, names of Megatron-Bridge, and mixers of texts that share rows."""
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, ShapeMismatch, UnknownArchitecture
 from precisionctl.param import Parallelism
+from precisionctl.precision import Precision
+from precisionctl.trainer.model.gpt import GPT
 
 
 def test_megatron_has_the_names_of_megatron_bridge(tmp_path: Path) -> None:
@@ -31,6 +34,21 @@ def test_megatron_has_the_names_of_megatron_bridge(tmp_path: Path) -> None:
         *(mixer + name for name in ("A_log", "D", "dt_bias", "norm.weight", "in_proj.weight", "out_proj.weight")),
         *(mixer + name for name in ("conv1d.weight", "conv1d.bias")),
     }
+
+
+def test_what_a_mixer_and_attention_read_and_give_is_gone_when_the_mlp_computes() -> None:
+    model = GPT(pico.shape("falcon-h1-norm"), Precision(fp8=False))
+    layer: Any = model.decoder.layers[0]
+    made: list[weakref.ref[torch.Tensor]] = []
+    left: list[bool] = []
+    for part in (layer.norm, layer.mamba_mixer, layer.self_attention):
+        part.register_forward_hook(
+            lambda _, inputs, out: made.append(weakref.ref(out[0] if isinstance(out, tuple) else out))
+        )
+    layer.mlp.register_forward_pre_hook(lambda *_: left.extend(each() is not None for each in made))
+    with torch.no_grad():
+        model(torch.arange(8).view(1, 8))
+    assert left == [False] * 3
 
 
 @pytest.mark.soak

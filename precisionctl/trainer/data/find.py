@@ -56,9 +56,10 @@ def _source_at(place: str, column: str | None, cache: Path | None) -> DataSource
     if not named and (prefix := prefix_of(path)):
         raise DataError("it is tokenized already", where=prefix, do="Give `resume`, `calibrate` or `eval` this name.")
     files = files_of(path)
-    # The cards of a data set, as the Hub has them; but where nothing else is there, or all is text, they are data
-    cards = [file for file in files if file.name.lower() == "readme.md"]
-    if named or len(files) == 1 or (cards and not any(_format_of(file) for file in files)):
+    # The cards of a data set, as the Hub has them; where nothing else is there, or all is text, they are data
+    many = not named and len(files) > 1
+    cards = [file for file in files if file.name.lower() == "readme.md"] if many else []
+    if cards and not any(_format_of(file) for file in files):
         cards = []
     files = [file for file in files if file not in cards]
     stats = stats_of(files)

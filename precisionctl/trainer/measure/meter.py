@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -57,8 +58,7 @@ class PendingStepCost:
         cuda = device.type == "cuda"
         allocated = torch.cuda.max_memory_allocated(device) if cuda else 0
         gpu_bytes, most = world.all_reduce_max(torch.tensor([allocated, host_bytes()])).tolist()
-        peak = bf16_peak(torch.cuda.get_device_name(device)) if cuda else None
-        return PendingStepCost(flops / world.count, peak, gpu_bytes if cuda else None, most)
+        return PendingStepCost(flops / world.count, _peak(device), gpu_bytes if cuda else None, most)
 
     def finish(self, seconds: float, fp8: Sequence[float]) -> StepCost:
         """The cost of an update that took this long; `fp8` is `Fp8Health.fractions`, empty if FP8 was not watched."""
@@ -102,6 +102,12 @@ class Meter:
     def health(self) -> Tensor | None:
         """`Fp8Health.fractions` of the update's last pass, on the device; None if FP8 was not watched."""
         return self._health.fractions
+
+
+@cache
+def _peak(device: torch.device) -> float | None:
+    """As `bf16_peak`; None without a GPU. It is asked at each update, and the driver for a name only once."""
+    return bf16_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def host_bytes() -> int:

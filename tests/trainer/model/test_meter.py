@@ -21,9 +21,10 @@ from precisionctl.precision import Precision
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.data.batch import Piece, make_batch
 from precisionctl.trainer.measure.flops import training_flops
-from precisionctl.trainer.measure.meter import Fp8Health, host_bytes
+from precisionctl.trainer.measure.meter import Fp8Health, PendingStepCost, host_bytes
 from precisionctl.trainer.measure.metrics import FILE
 from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.parallel.world import World
 
 
 def test_a_run_says_of_each_step_what_it_took(tmp_path: Path) -> None:
@@ -43,6 +44,15 @@ def test_padding_is_no_token_and_texts_of_a_row_are_counted_apart() -> None:
     text = [Piece(torch.arange(count + 1).numpy(), None) for count in (5, 7, 3)]
     assert make_batch([[text[0]], [text[1]]], 0, 1).lengths == [5, 7]
     assert make_batch([[text[0], text[1]], [text[2]]], 0, 1).lengths == [5, 7, 3]
+
+
+def test_the_driver_is_asked_for_the_name_of_a_gpu_once_for_all_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 7)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: asked.append(device) or "NVIDIA H200")
+    device, world = torch.device("cuda", 63), World()
+    costs = [PendingStepCost.of(1e12, world, device) for _ in range(2)]
+    assert asked == [device] and {(cost.peak, cost.gpu_bytes) for cost in costs} == {(989e12, 7)}
 
 
 TOKENS = torch.arange(32).view(2, 16)

@@ -45,12 +45,8 @@ class HybridLayer(ResidualLayer):
             self.mlp = MoELayer(f"{name}.mlp", model, model.moe, backend, number)
 
     def through(self, hidden: Tensor, positions: Positions, beside: Beside) -> tuple[Tensor, KeysValues | None]:
-        if self.block == "P":  # a mixer and attention, of the same hidden states; then the MLP
-            normed, factors = self.norm(hidden), self.multipliers
-            assert factors is not None, "computes.py refuses it"
-            mixed = self.mamba_mixer(normed * factors.ssm_in, positions)
-            attended, _ = self.self_attention(normed * factors.attention_in, positions)
-            hidden = self.added(hidden, mixed * factors.ssm_out + attended * factors.attention_out)
+        if self.block == "P":
+            hidden = self.added(hidden, self._beside_attention(self.norm(hidden), positions))
             made = self.mlp(hidden)
         elif self.block == "M":
             made = self.mixer(hidden, positions)
@@ -59,3 +55,13 @@ class HybridLayer(ResidualLayer):
         else:
             made = self.mlp(self.pre_mlp_layernorm(hidden))
         return self.added(hidden, made), None
+
+    def _beside_attention(self, normed: Tensor, positions: Positions) -> Tensor:
+        """What a mixer and attention make of the same hidden states, `[T, E]`, together. Before the MLP computes, only
+        their sum is left of it."""
+        factors = self.multipliers
+        assert factors is not None, "computes.py refuses it"
+        mixed = self.mamba_mixer(normed * factors.ssm_in, positions)
+        attended, _ = self.self_attention(normed * factors.attention_in, positions)
+        out: Tensor = mixed * factors.ssm_out + attended * factors.attention_out
+        return out

@@ -48,6 +48,7 @@ def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta:
     else:
         between = decays_between(past)
         system, seen = beta * (key @ key.mT) * between, (query @ key.mT) * between
+        del between  # as large as either of these
     learned = torch.linalg.solve_triangular(system, beta * value, upper=False, unitriangular=True)
     read = torch.linalg.solve_triangular(system, beta * past.exp() * key, upper=False, unitriangular=True)
     from_state, to_state = query * past.exp(), key * (past[..., -1:, :] - past).exp()
