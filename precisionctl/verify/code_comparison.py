@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
@@ -20,9 +19,6 @@ from precisionctl.processes import in_processes
 from precisionctl.torch_when_used import one_torch_thread, torch
 from precisionctl.verify.differences import Differences
 from precisionctl.verify.hf_tensors import HfTensors, StoredRows
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -118,10 +114,13 @@ def _compare(name: str, a: _Coded, b: _Coded | None) -> CodesComparison:
         of_a, of_b = (each.scales(0, rows, spec.columns) for each in (one, other))
         ratio = torch.where(of_a == of_b, 1.0, of_b / of_a).nan_to_num(math.inf, math.inf, -math.inf)
         ratios += (float(ratio.min()), float(ratio.max()))
-        for side in (left, right):
-            if side.encoding is not None:
-                again = side.encoding.encode_rows(side.values.bfloat16(), 0)
-                idempotent &= torch.equal(again.view(torch.uint8), side.stored.view(torch.uint8))
+        idempotent &= all(_survive(each, each.encoding) for each in (left, right) if each.encoding is not None)
         found.see(left, right)
     span = (min(ratios), max(ratios)) if ratios else (1.0, 1.0)  # there may be no rows
     return CodesComparison(name, spec.rows * spec.columns, changed, span, found.sqnr_db, idempotent)
+
+
+def _survive(codes: StoredRows, how: Encoding) -> bool:
+    """Whether codes are the same after a way through BF16."""
+    again = how.encode_rows(codes.values.bfloat16(), 0)
+    return torch.equal(again.view(torch.uint8), codes.stored.view(torch.uint8))

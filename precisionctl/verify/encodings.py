@@ -20,12 +20,7 @@ def compare_encodings(a: Reader, b: Reader, left: WeightEncodings | None, right:
     in_codes = [bool(side.encodings) for side in (a, b)]
     if not any(in_codes) and (left is None) != (right is None):
         return [], [NotCompared("former encoding", f"only {'B' if left is None else 'A'} knows")]
-    # each `quantization_config`, and in its place that of the codes that the weights were, where it is known
-    stored = [_stored_quantization(side) for side in (a, b)]
-    here, there = (
-        config if encodings is None else encodings.quantization
-        for config, encodings in zip(stored, (left, right), strict=True)
-    )
+    here, there = _quantization(a, left), _quantization(b, right)
     if here is None or there is None:
         one = NotCompared("quantization_config", f"only {'B' if here is None else 'A'} has one")
         return [], [] if here is there else [one]
@@ -41,12 +36,16 @@ def compare_encodings(a: Reader, b: Reader, left: WeightEncodings | None, right:
         lines, left_out = [*lines, *more], [*left_out, *also]
     elif files[0] is not files[1]:
         left_out.append(NotCompared("quantization_config", f"{QUANT_CONFIG}, which only one side has"))
-    said_by_a, said_by_b = (not config or "quant_method" in config for config in stored)  # readers fill it in
-    if said_by_a != said_by_b:
+    if _names_method(a) != _names_method(b):
         left_out.append(NotCompared("known method", "quant_method"))
     if not any(in_codes) and left is not None and right is not None:
         lines += _grid_differences(left, right)
     return lines, left_out
+
+
+def _quantization(side: Reader, encodings: WeightEncodings | None) -> Mapping[str, Any] | None:
+    """The `quantization_config` of a checkpoint, or of the codes that its weights were."""
+    return _stored_quantization(side) if encodings is None else encodings.quantization
 
 
 def _stored_quantization(side: Reader) -> Mapping[str, Any] | None:
@@ -54,6 +53,12 @@ def _stored_quantization(side: Reader) -> Mapping[str, Any] | None:
     config = parse_json(data, "config.json") if data is not None else {}
     found = said_quantization(config)
     return found if isinstance(found, Mapping) else None
+
+
+def _names_method(side: Reader) -> bool:
+    """Whether a `quantization_config` says its `quant_method`; true where there is none to say it. Readers fill it in
+    (huggingface.py)."""
+    return "quant_method" in (_stored_quantization(side) or {"quant_method": None})
 
 
 def _grid_differences(left: WeightEncodings, right: WeightEncodings) -> Iterator[str]:

@@ -117,10 +117,7 @@ def compare_fixed_scales(a: FixedScales, b: FixedScales) -> Found:
         left, right = a.stored.get(name), b.stored.get(name)
         if left is not None and right is not None:
             recorded = not alike and _from_state(name, coded, values)
-            # two that are computed must also be the same as they are stored, if that is in one form
-            one, another = a.divisor_or_not(name), b.divisor_or_not(name)
-            as_stored = one is None or another is None or one[0] != another[0] or one[1] == another[1]
-            same = _same(left, right, a.in_bf16, b.in_bf16) and as_stored
+            same = _same(left, right, a.in_bf16, b.in_bf16) and _are_same_as_stored(name, a, b)
             if not same and not recorded:
                 lines.append(f"{name} is {_shown(left)} in A, {_shown(right)} in B")
             continue
@@ -136,6 +133,12 @@ def compare_fixed_scales(a: FixedScales, b: FixedScales) -> Found:
             lines.append(f"{name} is {_shown(scale)} in {side}; {made}")
     lines += [f"only {side} has the {listed(names, _SHOWN)}" for side, names in missing.items()]
     return lines, [NotCompared("fixed scales", listed(unknown, _SHOWN))] if unknown else []
+
+
+def _are_same_as_stored(name: str, a: FixedScales, b: FixedScales) -> bool:
+    """Whether two scales that are computed are also the same as they are stored, if that is in one form."""
+    of_a, of_b = a.divisor_or_not(name), b.divisor_or_not(name)
+    return of_a is None or of_b is None or of_a[0] != of_b[0] or of_a[1] == of_b[1]
 
 
 def _same(left: Tensor, right: Tensor, left_in_bf16: bool, right_in_bf16: bool) -> bool:

@@ -86,18 +86,21 @@ class Losses:
         end = row + len(values)
         whole = end % high == 0 or end == self.rows
         self._open = None if whole else sums[:, -1].clone()
-
-        signal, noise = sums if whole else sums[:, :-1]
-        elements = high * min(self.block[1], self.columns)
-        counts = (signal > elements * NEGLIGIBLE**2) & signal.isfinite()
-        self.lost += int((counts & (noise > signal * 10 ** (-LOWEST_DB / 10))).sum())
-        self.blocks += signal.numel()
+        self._judge(sums if whole else sums[:, :-1])
 
     def _by_block(self, each: Tensor) -> Tensor:
         """Sums over the columns of a block, FP64 `[n, blocks]`."""
         wide = min(self.block[1], self.columns)
         padded = torch.nn.functional.pad(each, (0, -self.columns % wide)) if self.columns % wide else each
         return padded.view(len(each), -1, wide).sum(2).double()
+
+    def _judge(self, sums: Tensor) -> None:
+        """Count blocks that are complete, of signal and noise, FP64 `[2, n, blocks]`."""
+        signal, noise = sums
+        elements = min(self.block[0], self.rows) * min(self.block[1], self.columns)
+        counts = (signal > elements * NEGLIGIBLE**2) & signal.isfinite()
+        self.lost += int((counts & (noise > signal * 10 ** (-LOWEST_DB / 10))).sum())
+        self.blocks += signal.numel()
 
     @property
     def why(self) -> str:

@@ -34,8 +34,10 @@ def compare_states(
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
     left, right = (each.contiguous().view(-1).view(torch.uint8) for each in (a, b))
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(left, right)
+    return torch.equal(left, right)
 
 
 def _state_differences(a: Fp8States, b: Fp8States) -> Iterator[str]:
