@@ -259,13 +259,8 @@ def _wrong_usage(ctx: click.Context) -> Iterator[None]:
     try:
         yield
     except click.UsageError as error:
-        if isinstance(error, click.NoSuchOption) and (of := error.ctx):
-            # click's own guesses are in alphabetical order, and include hidden options
-            options = (param for param in of.command.get_params(of) if isinstance(param, click.Option))
-            known = [name for option in options if not option.hidden for name in option.opts]
-            name, other = error.option_name, _OPTIONS.get(error.option_name, "")
-            advice = f"Give {other}." if other.split(" ")[0] in (*known, "it") else meant(name, known, _ALIKE)
-            error = click.NoSuchOption(name, f"No such option '{name}'. {advice}".rstrip(), ctx=of)
+        if isinstance(error, click.NoSuchOption) and error.ctx:
+            error = _with_the_nearest(error, error.ctx)
         if isinstance(error, click.NoSuchCommand) and (instead := _COMMANDS.get(error.command_name)):
             error = click.NoSuchCommand(error.command_name, f"No such command '{error.command_name}'. {instead}")
         if not isinstance(error, click.exceptions.NoArgsIsHelpError):  # whose lines are our own
@@ -302,6 +297,16 @@ _COMMANDS = {
     "quantize": "Did you mean 'export-inference'?",
 }
 """The same for commands."""
+
+
+def _with_the_nearest(error: click.NoSuchOption, ctx: click.Context) -> click.NoSuchOption:
+    """An unknown option's error, with the most similar option that the help shows. click's own guesses are in
+    alphabetical order, and include hidden options."""
+    options = (param for param in ctx.command.get_params(ctx) if isinstance(param, click.Option) and not param.hidden)
+    known = [name for option in options for name in option.opts]
+    name, other = error.option_name, _OPTIONS.get(error.option_name, "")
+    advice = f"Give {other}." if other.split(" ")[0] in (*known, "it") else meant(name, known, _ALIKE)
+    return click.NoSuchOption(name, f"No such option '{name}'. {advice}".rstrip(), ctx=ctx)
 
 
 def as_our_error(error: Exception) -> PrecisionctlError:

@@ -22,7 +22,7 @@ def decode(codes: Tensor, scales: Tensor, zeros: Tensor | None, values: Tensor) 
     """
     values.copy_(codes)
     groups = values.view(*scales.shape, -1)
-    taken = zeros
+    taken = zeros  # from codes, before they are scaled
     if codes.dtype == torch.uint8:
         taken = torch.full_like(scales, 128) if zeros is None else zeros + 128
     if taken is not None:

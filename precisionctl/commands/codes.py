@@ -98,9 +98,10 @@ class _EngineCodes:
             plan = encoded
             cache_notes = [*kv_cache.left_out(source.encodings, source.plan)]
 
-        serve = f"Serve it with: {self._serve(request.destination)}"
         if found := engine.without_class(self._config):
             serve = f"{engine.title} does not serve it: it has no class for {found[0].what} ({found[0].rule.source})."
+        else:
+            serve = f"Serve it with: {self._serve(request.destination)}"
         fixed = input_scale_notes(known.current, request.fp8_state, file_is_noted=True)
         read = (source.reader.path if request.iteration is not None else None) or request.source
         notes = [
@@ -352,7 +353,7 @@ def as_before(source: Source) -> Result:
     reader, known, encodings = source.reader, source.known, source.encodings
     assert encodings is not None, "there were codes before"
     policy = AsBefore(encodings, known.current, fixed_hold=source.fixed_scales is not None)
-    plan, method = encode(source.plan, policy), policy.method
+    plan = encode(source.plan, policy)
     notes = [
         *format_notes(source.request.reference, encodings),
         *recoding_notes(encodings, reader.specs, plan),
@@ -361,13 +362,26 @@ def as_before(source: Source) -> Result:
         *known_state_notes(known, carried=True),
     ]
     scheme = scheme_of(encodings.quantization, encodings.scales, encodings.weights)
-    serving = [engine for engine in engines().values() if scheme in engine.formats(method.name)]
+    serving = [engine for engine in engines().values() if scheme in engine.formats(policy.method.name)]
+    card = _card_as_before(source.request.destination.name, source.plan, policy, scheme, serving)
 
-    inputs = _IN_BF16
+    def lacks(config: Mapping[str, Any]) -> Iterator[str]:
+        """Keys that are not there: one engine's words for others might be none for the next."""
+        said = served_config(config)
+        return (key for engine in serving for key in engine.lacks(config) if said.get(key) is None)
+
+    return Result(plan, notes, known.current or known.outdated, encodings=encodings, card=card, lacks=lacks)
+
+
+def _card_as_before(name: str, plan: Plan, policy: AsBefore, scheme: str, serving: Sequence[Engine]) -> Card:
+    """The model card of a result with its old codes, for the engines that read them."""
+    encodings, method = policy.encodings, policy.method
     if any(scales.input is not None for scales in encodings.scales.values()):
         inputs = "as they were, or of what was recorded since"
     elif any(form.inputs for form in method.read(encodings.quantization).formats):
         inputs = _BY_ENGINE
+    else:
+        inputs = _IN_BF16
     facts = {
         "weights": ", ".join(sorted({spec.stored_dtype for spec in encodings.weights.values()})),
         "format": method.name,
@@ -376,22 +390,14 @@ def as_before(source: Source) -> Result:
         "values have changed",
         "input scales": inputs,
     }
-    name = source.request.destination.name
     path = path_in_command(name)
-    card = Card(
+    return Card(
         name,
         " or ".join(engine.title for engine in serving) or f"readers of {method.name}",
         method.name,
         "\n".join(engine.serve(path, 1) for engine in serving) or f"precisionctl inspect {path}",
         facts,
         list(encodings.weights),
-        modules_in_bf16(source.plan, encodings.weights.keys()),
+        modules_in_bf16(plan, encodings.weights.keys()),
         codes=" and ".join(sorted({spec.codes_name for spec in encodings.weights.values()})),
     )
-
-    def lacks(config: Mapping[str, Any]) -> Iterator[str]:
-        """Keys that are not there: one engine's words for others might be none for the next."""
-        said = served_config(config)
-        return (key for engine in serving for key in engine.lacks(config) if said.get(key) is None)
-
-    return Result(plan, notes, known.current or known.outdated, encodings=encodings, card=card, lacks=lacks)

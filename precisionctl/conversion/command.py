@@ -146,21 +146,7 @@ def execute(
         )
         for others in ranks.gather("found", {str(ranks.rank): found.as_json()}).values():
             found |= Outcome.from_json(others)
-        checksums: dict[str, str] = {}
-        if verify:
-            if ranks.first:
-                ranks.publish("written")  # all ranks have written, as their outcomes are here
-            ranks.receive("written")  # a rank also reads back what others have written
-            checksums = read_back(
-                command.plan,
-                command.source,
-                command.writer,
-                former=command.former,
-                workers=workers,
-                ranks=ranks,
-                on_bytes=on_bytes,
-            )
-            checksums |= ranks.gather("checksums", checksums)
+        checksums = _read_back(command, workers, ranks, on_bytes) if verify else {}
         _check_source(command)
         if ranks.first:
             found.notes += [*filter(None, [masters_note]), *_finish(command, journal, found, checksums)]
@@ -179,6 +165,24 @@ def _check_source(command: PlannedCommand) -> None:
             where=command.reader.path or "",
             do="Wait until nothing writes to it, and run the same command again.",
         )
+
+
+def _read_back(command: PlannedCommand, workers: int, ranks: Ranks, on_bytes: OnBytes) -> dict[str, str]:
+    """Read back all that was written. Returns checksums by name; raises DamagedCheckpoint for what differs from the
+    source."""
+    if ranks.first:
+        ranks.publish("written")  # all ranks have written, as their outcomes are here
+    ranks.receive("written")  # a rank also reads back what others have written
+    checksums = read_back(
+        command.plan,
+        command.source,
+        command.writer,
+        former=command.former,
+        workers=workers,
+        ranks=ranks,
+        on_bytes=on_bytes,
+    )
+    return checksums | ranks.gather("checksums", checksums)
 
 
 @contextmanager

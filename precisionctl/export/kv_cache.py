@@ -76,6 +76,7 @@ def recorded_scales(states: Fp8States | None, encodings: WeightEncodings | None,
     stems = {job.module: stem for stem, job in attentions.items()}
     for stem, attention in attentions.items():
         at = layer_of(attention.module)
+        # the output projection of the attention whose cache this one reads: mostly its own
         reads = f"decoder.layers.{plan.model.kv_layer(at[0])}.{at[1]}" if at else attention.module
         cached = stems[reads]
         job = attentions[cached]

@@ -145,7 +145,7 @@ def read_payload(data: bytes, where: object) -> Payload | None:
     if type(gemms) is not int or not 1 <= gemms <= _MOST_GEMMS:
         raise NotUnderstood("FP8 state of an unknown number of GEMMs", where=where)
     cut = _cut(found, directions, where) if gemms == 1 else None
-    known, order = _recipe_and_order(recipe, extra, directions[0], where)
+    known, order = _recipe(recipe, extra, directions[0], where), _order(recipe)
     if [len(columns.scale) for columns in directions] == [2 * gemms, gemms]:
         # TE up to 0.5, and fused operations, keep no columns of output and grad_input
         directions = _padded(directions[0], gemms), _padded(directions[1], gemms)
@@ -181,28 +181,30 @@ def _padded(columns: Columns, gemms: int) -> Columns:
     return Columns(scale.flatten(), history.flatten(1))
 
 
-def _recipe_and_order(
-    recipe: Delayed | None, extra: Mapping[str, Any], forward: Columns, where: object
-) -> tuple[DelayedScaling, ColumnOrder | None]:
-    """Our DelayedScaling from a pickled TE recipe, and the order of columns in the TE that wrote it, where the recipe
-    tells its version."""
-    order: ColumnOrder | None = "role"
-    if recipe is None:  # then the largest code values tell the format
+def _recipe(recipe: Delayed | None, extra: Mapping[str, Any], forward: Columns, where: object) -> DelayedScaling:
+    """Our DelayedScaling from a pickled TE recipe. Of a payload without one it is known what the largest code values
+    tell, the format, and the history's length."""
+    if recipe is None:
         largest = (extra.get("fp8_max_fwd"), extra.get("fp8_max_bwd"))
-        format = next((name for name, pair in FORMATS.items() if pair == largest), "HYBRID")
-        fields: dict[str, Any] = {"fp8_format": format, "amax_history_len": len(forward.history)}
+        known = next((name for name, pair in FORMATS.items() if pair == largest), "HYBRID")
+        fields: dict[str, Any] = {"fp8_format": known, "amax_history_len": len(forward.history)}
     else:
         fields = {name: recipe.fields[name] for name in DelayedScaling.__dataclass_fields__ if name in recipe.fields}
         if "fp8_format" in fields:
             limits = getattr(fields["fp8_format"], "value", None)
             fields["fp8_format"] = next((name for name, pair in FORMATS.items() if pair == limits), None)
-        # DelayedScaling had `interval` up to TE 2.1 and has `backward_override` since 2.15; the order changed in 2.3
-        if "interval" not in recipe.fields:
-            order = "gemm" if "backward_override" in recipe.fields else None
     try:
-        return DelayedScaling(**fields), order
+        return DelayedScaling(**fields)
     except RecipeError as error:
         raise DamagedCheckpoint(f"an FP8 recipe that makes no sense: {error.what}", where=where) from error
+
+
+def _order(recipe: Delayed | None) -> ColumnOrder | None:
+    """The order of columns in the TE that wrote this, where the recipe, or that there is none, tells its version."""
+    # DelayedScaling had `interval` up to TE 2.1 and has `backward_override` since 2.15; the order changed in 2.3
+    if recipe is None or "interval" in recipe.fields:
+        return "role"
+    return "gemm" if "backward_override" in recipe.fields else None
 
 
 def _cut(found: Mapping[str, Any], directions: Directions, where: object) -> ExpertSlice | None:

@@ -22,6 +22,7 @@ from precisionctl.param import (
     ONE_RANK,
     REPLICATED,
     Layout,
+    Parallel,
     Parallelism,
     TensorSpec,
     kind_and_parameter,
@@ -108,10 +109,7 @@ def make_plan(
             shapes, parallel = row.shapes(model, target), row.cut(model) if target == "megatron" else REPLICATED
             for job in row_jobs:
                 dtypes = _dtypes_of(job, dtype, model, source.layout, target, specs, of_weights)
-                own = [*zip(shapes, dtypes if len(dtypes) > 1 else cycle(dtypes), strict=False)]
-                copies = own[:1] * (len(job.writes) - len(own))  # of the first
-                for name, (shape, kept) in zip(job.writes, [*own, *copies], strict=False):
-                    targets[name] = shared_spec(shape, kept, parallel)
+                targets |= _targets(job, shapes, parallel, dtypes)
         written = tuple(job for row_jobs in by_row.values() for job in row_jobs)
         plan = Plan(model, source.layout, target, written, targets, derived, parallelism)
         if trained is None or not optimizer:
@@ -279,6 +277,16 @@ def _with_optimizer(
         for name, shape in zip(job.writes, job.row.shapes(plan.model, plan.to_layout), strict=False):
             targets[name] = shared_spec(shape, dtype, parallel)
     return dataclasses.replace(plan, jobs=(*plan.jobs, *of_parameters), targets=targets)
+
+
+def _targets(
+    job: Job, shapes: Sequence[tuple[int, ...]], parallel: Parallel, dtypes: Sequence[DType]
+) -> dict[str, TensorSpec]:
+    """What a job writes, in one dtype or in one for each tensor; copies of its first one are like that."""
+    own = [*zip(shapes, dtypes if len(dtypes) > 1 else cycle(dtypes), strict=False)]
+    copies = own[:1] * (len(job.writes) - len(own))
+    each = zip(job.writes, [*own, *copies], strict=False)
+    return {name: shared_spec(shape, dtype, parallel) for name, (shape, dtype) in each}
 
 
 def _dtypes_of(

@@ -98,7 +98,9 @@ def _cuts(row: Row, model: ModelShape) -> Sequence[Cut]:
     for size in sizes:
         own: list[Part] = []  # the parts that are in this tensor
         while sum(part.size for part in own) < size:
-            own.append(next(left))
+            part = next(left, None)
+            assert part is not None, "tensors of a row have the rows of all its parts"
+            own.append(part)
         cuts.append(Cut("outputs", tuple(own), transposed, by_row))
     return cuts
 

@@ -173,16 +173,7 @@ def _coded(
         what = f"{sibling(weight, strange[0])} is beside codes that have none; the config says: {form.in_words}"
         raise DamagedCheckpoint(what, where=where, do="Start from the unquantized model.")
     global_scale, zeros, shape = (sibling(weight, kind) if kind else None for kind in form.other_tensors)
-
-    # the fixed scale of its input
-    kinds = method.input_scales if form.packing is None else (form.input,) if form.input else ()
-    fixed = quantization.static
-    if fixed is None:
-        fixed = any(sibling(weight, kind) in specs for kind in kinds)
-    given = _present(weight, kinds, specs, where) if fixed and kinds else None
-    if given is not None and specs[given].rows * specs[given].columns != 1:
-        raise DamagedCheckpoint(f"{given} has shape {list(specs[given].shape)}, not one scale", where=where)
-
+    given = _input(weight, method, form, quantization, specs, where)
     size = sized(form.block, spec)
     of_input = sibling(weight, form.input_zero_point) if given and form.input_zero_point else None
     largest = input_largest(spec)
@@ -263,6 +254,25 @@ def check_other_tensors(scales: Scales, weight: TensorSpec, specs: Mapping[str, 
         if specs[name].dtype not in dtypes:
             kinds = " or ".join(map(str, dtypes))
             raise DamagedCheckpoint(f"{name} is {specs[name].stored_dtype}, not {kinds}", where=where)
+
+
+def _input(
+    weight: str,
+    method: QuantMethod,
+    form: CodeFormat,
+    quantization: Quantization,
+    specs: Mapping[str, TensorSpec],
+    where: object,
+) -> str | None:
+    """The fixed scale of a weight's input; None if it has none."""
+    kinds = method.input_scales if form.packing is None else (form.input,) if form.input else ()
+    fixed = quantization.static
+    if fixed is None:
+        fixed = any(sibling(weight, kind) in specs for kind in kinds)
+    given = _present(weight, kinds, specs, where) if fixed and kinds else None
+    if given is not None and specs[given].rows * specs[given].columns != 1:
+        raise DamagedCheckpoint(f"{given} has shape {list(specs[given].shape)}, not one scale", where=where)
+    return given
 
 
 def _present(weight: str, kinds: Sequence[str], specs: Mapping[str, TensorSpec], where: object) -> str:
