@@ -127,7 +127,7 @@ def _notes(source: Source, run: CarriedRun) -> Iterator[str]:
         yield f"Not carried over from the run: {schedule}{', '.join(OF_THE_LOOP)}."
 
     if source.trained and storage.container == DCP:  # which has no place for an iteration
-        iteration, updates = source.trained.iteration, trainer_run_of(source.trained).updates
+        iteration, updates = source.trained.iteration, trainer_run_of(source.trained, storage.container).updates
         if iteration not in (None, updates):
             yield f"Not carried over from the run: its iteration, {iteration}; the result has Adam's count, {updates}."
 
