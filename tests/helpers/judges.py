@@ -105,6 +105,9 @@ VLLM: dict[str, dict[str, Any]] = {
     "gpt-oss": WIDE | {"swiglu_limit": 7.0},
     "lfm2": {"hidden_size": 256, "tie_word_embeddings": True},
     "lfm2-moe": WIDE | {"tie_word_embeddings": True},
+    # of its class' own word, `multi_query`, vLLM takes no notice
+    "gpt-bigcode": WIDE | {"num_key_value_heads": 1},
+    "gpt-bigcode-by-head": WIDE | {"num_key_value_heads": 4},
     # without groups, its router for CPUs asks for a number of them
     "deepseek-v2": _WIDE_LATENTS | {"n_group": 1, "topk_group": 1},
     "deepseek-v2-groups": _WIDE_LATENTS,
