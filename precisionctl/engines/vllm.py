@@ -26,8 +26,8 @@ from precisionctl.engines.rules.demands import (
 )
 from precisionctl.engines.rules.fixed_settings import (
     FixedSettings,
-    in_all_layers,
     in_every_other_layer,
+    in_no_layer_unless_all,
     one_share_of_heads,
     window_off_by,
 )
@@ -193,12 +193,12 @@ ENGINE = Engine(
         ),
         FixedSettings(
             ("qwen2_moe",),
-            {"layer_types": in_all_layers, "qkv_bias": True},
+            {"layer_types": in_no_layer_unless_all, "qkv_bias": True},
             EngineRule(_PASSED_OVER, "vLLM 0.33 models/qwen2_moe.py; run"),
         ),
         FixedSettings(
             ("qwen2", "qwen3"),
-            {"layer_types": in_all_layers},
+            {"layer_types": in_no_layer_unless_all},
             EngineRule("it refuses windows in some layers alone", "vLLM 0.33 models/qwen2.py Qwen2Model; run"),
         ),
         FixedSettings(

@@ -40,19 +40,10 @@ def test_published_models_have_the_settings_that_vllms_classes_were_written_for(
             {"model_type": "gpt_oss", "layer_types": WINDOWS[::-1]},
             f"layer_types is {WINDOWS[::-1]}, and taken for {WINDOWS}",
         ),
-        ({"model_type": "qwen2_moe", "layer_types": WINDOWS, "use_sliding_window": False, "sliding_window": 8}, None),
+        ({"model_type": "qwen2_moe", "layer_types": WINDOWS[:1] * 2}, None),
         (
-            {
-                "model_type": "qwen2_moe",
-                "layer_types": WINDOWS[:1] * 2,
-                "use_sliding_window": True,
-                "sliding_window": 8,
-            },
-            None,
-        ),
-        (
-            {"model_type": "qwen2_moe", "layer_types": WINDOWS, "use_sliding_window": True, "sliding_window": 8},
-            f"layer_types is {WINDOWS}, and taken for {WINDOWS[:1] * 2}",
+            {"model_type": "qwen2_moe", "layer_types": WINDOWS},
+            f"layer_types is {WINDOWS}, and taken for {WINDOWS[1:] * 2}",
         ),
         ({"model_type": "cohere2", "sliding_window": 8, "layer_types": WINDOWS[1:]}, None),
         ({"model_type": "glm4_moe", "tie_word_embeddings": True}, "tie_word_embeddings is True, and taken for False"),

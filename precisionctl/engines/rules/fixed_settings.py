@@ -57,13 +57,15 @@ def one_share_of_heads(config: Mapping[str, Any]) -> object:
 def in_every_other_layer(config: Mapping[str, Any]) -> object:
     """Windows in the first layer and every other one after it."""
     kinds = config.get("layer_types")
-    return [(_WINDOW, "full_attention")[layer % 2] for layer in range(len(kinds))] if isinstance(kinds, list) else None
+    return [(_WINDOW, _EVERYWHERE)[layer % 2] for layer in range(len(kinds))] if isinstance(kinds, list) else None
 
 
-def in_all_layers(config: Mapping[str, Any]) -> object:
-    """Windows in all layers, if there are any."""
-    kinds, window = config.get("layer_types"), config.get("use_sliding_window") and config.get("sliding_window")
-    return [_WINDOW] * len(kinds) if isinstance(kinds, list) and window else None
+def in_no_layer_unless_all(config: Mapping[str, Any]) -> object:
+    """No windows, where some layers have them and others have not."""
+    kinds = config.get("layer_types")
+    return (
+        [_EVERYWHERE] * len(kinds) if isinstance(kinds, list) and {_WINDOW, _EVERYWHERE} <= {*map(str, kinds)} else None
+    )
 
 
-_WINDOW = "sliding_attention"
+_WINDOW, _EVERYWHERE = "sliding_attention", "full_attention"
