@@ -107,6 +107,7 @@ def load_states(optimizers: Iterable[Any], loaded: Mapping[int, Any], updates: i
     parameter, and Muon not."""
     for one, number in zip(optimizers, sorted(loaded), strict=True):
         inner = loaded[number]["optimizer"]
+        inner.setdefault("state", {})  # Megatron leaves out what is empty, without momentum
         for group, own in zip(inner["param_groups"], one.param_groups, strict=True):
             group |= {key: value for key, value in own.items() if key != "params"}
             if "betas" in own:

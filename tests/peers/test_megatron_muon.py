@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from engine_runs import ROUNDING, by_core, finish, losses, start
 from judges import LLAMA_3_1
-from test_megatron_engine import ROUNDING, by_core, finish, losses, start
 from training import make_source, make_text
 
 from precisionctl import api

@@ -28,13 +28,13 @@ def torch_muon(
     wanted = ("muon_scale_mode", "muon_extra_scale_factor", "muon_nesterov", "muon_num_ns_steps")
     mode, factor, nesterov, steps = (args.get(key) for key in wanted)
     scale = _SCALES.get(mode) if isinstance(mode, str) else None
-    is_factor = isinstance(factor, int | float) and 0 < factor < math.inf
-    if not (scale and is_factor and isinstance(nesterov, bool) and is_count(steps)):
+    has_factor = isinstance(factor, int | float) and 0 < factor < math.inf
+    if factor is None or not (scale and has_factor and isinstance(nesterov, bool) and is_count(steps)):
         said = f"a scale of {shown(mode)}, factor {shown(factor)}, Nesterov {shown(nesterov)}, {shown(steps)} steps"
         what = f"torch's Muon does not make the updates that Megatron's arguments say ({said})"
         raise CheckpointError(f"{what}: it has the scales {' and '.join(_SCALES)}", where=where, do=DROP_OPTIMIZER)
     kept, (name, of_torch) = muon_settings([ParameterGroup(group)], where), scale
-    times = float(factor) / of_torch
+    times = factor / of_torch
     rates = {key: kept[key] * times for key in ("lr", "initial_lr") if key in kept}
     notes = []
     if times != 1:
