@@ -6,7 +6,7 @@ from typing import Any, TypeGuard
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron.arguments import read_muon_args
-from precisionctl.checkpoints.megatron.carried_run import optimizer_settings, step_and_groups
+from precisionctl.checkpoints.megatron.carried_run import momentum_of, optimizer_settings, step_and_groups
 from precisionctl.checkpoints.megatron.directory import MegatronReader, of_megatron
 from precisionctl.checkpoints.other_trainers.torch_muon import torch_muon
 from precisionctl.checkpoints.other_trainers.trainer_run import (
@@ -25,17 +25,11 @@ from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, damage
 RunReader = MegatronReader | TrainedReader
 
 _NOT_TO = {
-    "torchtitan": "torchtitan trains by Muon none of the families that are written for it",
+    "torchtitan": "torchtitan has Muon for its `kimi_k2_7` models alone, which are not written",
     "deepspeed-universal": "DeepSpeed's universal checkpoints have the moments of Adam alone",
 }
 """Why Muon's momentum does not go into another trainer's container (torchtitan's model configs of 2026-08, whose only
 ones with Muon are Kimi K2.5's; deepspeed/checkpoint/ds_to_universal.py of 0.19)."""
-
-_MOMENTUM = ("momentum", "momentum_beta")
-"""What Muon's groups in Megatron have, since core 0.17 and in 0.16, and Adam's have not."""
-
-_RATES = {"lr": "lr", "weight_decay": "weight_decay", "max_lr": "initial_lr"}
-"""Rates in Megatron's groups, and what torch calls them."""
 
 
 def of_run(reader: Reader) -> TypeGuard[RunReader]:
@@ -58,7 +52,7 @@ def muon_notes(reader: RunReader, container: str) -> tuple[str, ...]:
 def _as_torchs(reader: RunReader, container: str) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     why = _NOT_TO.get(container)
     if why is None and of_megatron(reader):
-        group = next(group for one in optimizer_settings(reader) if (group := _momentum_of(one)))
+        group = next(group for one in optimizer_settings(reader) if (group := momentum_of(one)))
         return torch_muon(read_muon_args(reader.args), group, reader.path)
     why = why or "of a DCP, Muon's settings are read as far as Megatron's has them"
     raise CheckpointError(f"Muon's momentum (`momentum_buffer`): {why}", where=reader.path, do=DROP_OPTIMIZER)
@@ -71,7 +65,7 @@ def run_of(reader: RunReader) -> TrainerRun:
     assert of_megatron(reader)
     with damage("an optimizer that is not Megatron's", reader.path, DROP_OPTIMIZER):
         optimizers = optimizer_settings(reader)
-        adam = next((one for one in optimizers if not _momentum_of(one)), {})  # the first of several
+        adam = next((one for one in optimizers if not momentum_of(one)), {})  # the first of several
         step, groups = step_and_groups(adam)
         if adam and groups is None:
             raise ValueError("no groups of parameters")
@@ -85,19 +79,8 @@ def run_of(reader: RunReader) -> TrainerRun:
         settings = adam_settings([stored_group({**group, **rates}, reader.path)], reader.path)
 
         # the settings of a Muon beside Adam that are known to mean the same elsewhere
-        momentums = [momentum for one in optimizers if (momentum := _momentum_of(one))]
+        momentums = [momentum for one in optimizers if (momentum := momentum_of(one))]
         own = {"momentum": momentums[0]["momentum"]} if momentums else {}
         muon = muon_settings([ParameterGroup(own)], reader.path, ("momentum",)) if own else {}
         left = ("the schedule", "random generators")
         return TrainerRun(count_of_updates(count, "a parameter", reader.path), settings, left, muon)
-
-
-def _momentum_of(optimizer: object) -> Mapping[str, Any]:
-    """The momentum and the rates of a group, as torch calls them, if it is Muon's; else empty."""
-    _, groups = step_and_groups(optimizer)
-    for group in groups or ():
-        for key in _MOMENTUM:
-            if key in group:
-                rates = {theirs: group[ours] for ours, theirs in _RATES.items() if ours in group}
-                return {"momentum": group[key], **rates}
-    return {}

@@ -82,6 +82,17 @@ def test_megatrons_muon_goes_on_from_a_bundled_run_and_hands_it_back(tmp_path: P
     api.convert(api.Request(saved[1].path, converted, "megatron", parallelism=Parallelism(1, 2)))
     again = WithOptimizer(TorchDistReader(converted))
     assert all(torch.equal(read_tensor(again, name), tensor) for name, tensor in theirs.items())
+    if "expert" in sizes:  # Megatron loads as many optimizers as it has: experts have a Muon of their own
+        api.convert(api.Request(saved[0].path, tmp_path / "by rank", "megatron", parallelism=Parallelism(expert=2)))
+        assert groups_of(TorchDistReader(tmp_path / "by rank")) == groups_of(saved[1])
+        assert len(groups_of(saved[1])) == 3 and len(groups_of(TorchDistReader(converted))) == 2
+
+
+def groups_of(reader: TorchDistReader) -> list[list[tuple[Any, ...]]]:
+    """What tells the parameter groups of each optimizer apart, and whether one is Muon's."""
+    keys = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+    inner = [one["optimizer"]["param_groups"] for one in reader.common["optimizer"].values()]
+    return [[(*(group[key] for key in keys), "momentum_beta" in group) for group in groups] for groups in inner]
 
 
 def optimizer_by_inspect(path: Path) -> Any:
@@ -89,22 +100,29 @@ def optimizer_by_inspect(path: Path) -> Any:
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["optimizer"]
 
 
-def test_both_engines_begin_muon_alike_from_weights_and_from_a_run_by_adamw(tmp_path: Path) -> None:
+def test_both_engines_begin_muon_alike_from_weights_from_a_run_by_adamw_and_from_megatrons_momentum(
+    tmp_path: Path,
+) -> None:
     make_source(tmp_path / "source", rope_parameters=LLAMA_3_1)
     make_text(tmp_path / "text.txt", words=6000)
     options, ranks = by_core({"tensor": 2})
-    few = (*MUON[:2], "train.steps=12")
-    for begun in ("weights", "adamw"):
+    taken = {"weights": "", "adamw": "momentum begins at zero", "momentum": "moments and momentum of the checkpoint"}
+    for begun, words in taken.items():
+        keys = (*MUON[:2], f"train.steps={22 if begun == 'momentum' else 12}")
         for out, engine, number in ((f"{begun} bundled", [], 1), (f"{begun} core", options, ranks)):
-            run(tmp_path, out, *engine, keys=few, ranks=number)
+            assert words in run(tmp_path, out, *engine, keys=keys, ranks=number)
         expected, core = (losses(tmp_path, f"{begun} {name}") for name in ("bundled", "core"))
         assert list(core) == list(expected)
         assert [core[step] for step in core] == pytest.approx([*expected.values()], abs=ROUNDING)
-        assert expected[min(expected)] - expected[12] > 30 * ROUNDING
+        assert expected[min(expected)] - expected[max(expected)] > 30 * ROUNDING
         if begun == "weights":
-            run(tmp_path, "adamw", keys=("train.steps=2", "schedule.kind=constant"))
+            run(tmp_path, "adamw run", keys=("train.steps=2", "schedule.kind=constant"))
+        following = {"weights": "adamw run", "adamw": "weights core"}.get(begun)
+        if following:
             shutil.rmtree(tmp_path / "source")
-            shutil.copytree(tmp_path / "adamw", tmp_path / "source")
+            shutil.copytree(tmp_path / following, tmp_path / "source")
+            for other in (tmp_path / "source").rglob("run.json"):
+                other.unlink()  # as another program's
 
 
 @pytest.mark.parametrize(

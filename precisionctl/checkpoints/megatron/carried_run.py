@@ -6,7 +6,7 @@ That is arguments, counters, schedule, the optimizer's settings by parameter gro
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,7 +60,7 @@ def carry_run(reader: MegatronReader, parallelism: Parallelism, *, generators: b
     common = {key: value for key, value in reader.common.items() if key not in _WRITTEN and _is_plain(value)}
     left = [key for key in reader.common if key not in _WRITTEN and key not in common]
     if has_muon(reader) and len(optimizers) > 1:
-        common["optimizer"] = dict(enumerate(optimizers))  # Muon's, and Adam's of what is no matrix
+        common["optimizer"] = _with_muon(optimizers, parallelism.expert > 1)
     elif optimizers:
         common["optimizer"] = _for_experts(optimizers, parallelism.expert > 1)
     args = {key: value for key, value in reader.args.items() if key not in STAGES and _is_plain(value)}
@@ -81,7 +81,8 @@ def carry_trainer_run(reader: TrainedReader, parallelism: Parallelism) -> Carrie
     optimizer = adam_in_megatron(_with_megatrons_rates(settings), run.updates)
     common: dict[str, object] = {"optimizer": _for_experts([optimizer], parallelism.expert > 1)}
     if run.muon:
-        common["optimizer"] = muon_in_megatron(_with_megatrons_rates(run.muon), optimizer)
+        both = muon_in_megatron(_with_megatrons_rates(run.muon), optimizer)
+        common["optimizer"] = _with_muon([*both.values()], parallelism.expert > 1)
     args = {"no_save_optim": False, "no_save_rng": True}
     return CarriedRun(reader.iteration, common, args=args)
 
@@ -182,6 +183,35 @@ def _for_experts(optimizers: list[dict[str, Any]], apart: bool) -> object:
         of_experts = [group | {"is_expert_parallel": True} for group in groups if isinstance(group, dict)]
         experts = dense | {"optimizer": inner | {"param_groups": of_experts}}
     return {0: dense, 1: experts}
+
+
+_MOMENTUM = ("momentum", "momentum_beta")
+"""What Muon's groups have, since core 0.17 and in 0.16, and Adam's have not."""
+
+
+def momentum_of(optimizer: object) -> Mapping[str, Any]:
+    """The momentum and the rates of a group, as torch calls them, if it is Muon's; else empty."""
+    _, groups = step_and_groups(optimizer)
+    for group in groups or ():
+        for key in _MOMENTUM:
+            if key in group:
+                rates = {theirs: group[ours] for ours, theirs in _RATES.items() if ours in group}
+                return {"momentum": group[key], **rates}
+    return {}
+
+
+_RATES = {"lr": "lr", "weight_decay": "weight_decay", "max_lr": "initial_lr"}
+"""Rates in Megatron's groups, and what torch calls them."""
+
+
+def _with_muon(optimizers: Sequence[dict[str, Any]], apart: bool) -> object:
+    """The settings as Megatron loads them: Muon's, with expert parallelism (`apart`) experts' Muon's, and Adam's of
+    what is no matrix (megatron/core/optimizer/muon.py: `optimizers`)."""
+    muons, adams = ([one for one in optimizers if bool(momentum_of(one)) == is_muon] for is_muon in (True, False))
+    if not muons:  # another form
+        return dict(enumerate(optimizers))
+    found = _for_experts(muons, apart)
+    return dict(enumerate([*(found.values() if apart and isinstance(found, dict) else [found]), *adams]))
 
 
 def _is_plain(value: object) -> bool:
