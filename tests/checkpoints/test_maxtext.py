@@ -28,7 +28,7 @@ from precisionctl.checkpoints.hf_directory.companions import read_companions
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.orbax.crc32c import crc32c
 from precisionctl.checkpoints.orbax.reader import OrbaxReader
-from precisionctl.checkpoints.run_reader import of_run, trainer_run_of
+from precisionctl.checkpoints.run_reader import of_run, run_of
 from precisionctl.errors import (
     CheckpointError,
     DamagedCheckpoint,
@@ -213,7 +213,7 @@ def defaults_told(notes: Iterable[str]) -> dict[str, object]:
 def made_settings(path: Path) -> Mapping[str, object]:
     reader = open_checkpoint(path)
     assert of_run(reader)
-    return trainer_run_of(reader).settings
+    return run_of(reader).settings
 
 
 def test_a_run_goes_on_in_pytorch(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from precisionctl.fp8.extra_state import read_payload
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.state import DelayedScaling, Fp8State, RoleState
 from precisionctl.param import Parallelism
-from precisionctl.precision import PRESETS, Precision
+from precisionctl.precision import PRESETS
 
 PROJ = "decoder.layers.1.self_attention.linear_proj"
 
@@ -153,24 +153,6 @@ def test_experts_state_goes_through_every_size_and_layout(tmp_path: Path) -> Non
     for state in states[1:]:
         assert state is not None and state.modules.keys() == states[0].modules.keys()
         assert all(same(state.modules[name], expected) for name, expected in states[0].modules.items())
-
-
-@pytest.mark.parametrize(
-    ("recipe", "flags"),
-    [
-        (PRESETS["fp8-block"], "--fp8-format e4m3 --fp8-recipe blockwise"),
-        (replace(PRESETS["nvfp4"], num_layers_at_end_in_bf16=1), "--fp4-format e2m1 --fp4-recipe nvfp4 {}"),
-    ],
-    ids=["block", "nvfp4"],
-)
-def test_a_recipe_without_state_is_given_to_megatron_with_the_flag_that_turns_it_on(
-    tmp_path: Path, recipe: Precision, flags: str
-) -> None:
-    """Megatron's --fp8-recipe and --fp4-recipe say how, and nothing without a format, which is None by default."""
-    ends = "--first-last-layers-bf16 --num-layers-at-start-in-bf16 0 --num-layers-at-end-in-bf16 1"
-    pico.save(tmp_path / "hf")
-    made = run(tmp_path / "hf", tmp_path / "made", "megatron", "fp8", recipe=recipe)
-    assert any(f"here, `{flags.format(ends)}` in Megatron-LM." in note for note in made.notes)
 
 
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block", "mxfp8", "some-kept", "last-kept"])

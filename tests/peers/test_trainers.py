@@ -27,7 +27,7 @@ from precisionctl.checkpoints.base import WithOptimizer
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.other_trainers.trainer_run import of_trainer
-from precisionctl.checkpoints.run_reader import trainer_run_of
+from precisionctl.checkpoints.run_reader import run_of
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.hints import open_hinted
 from precisionctl.param import KINDS
@@ -421,7 +421,7 @@ def test_what_verl_saves_of_megatron_is_what_its_ranks_held(
         held |= {f"optimizer.state.{kind}.{name}": tensor for name, tensor in of_optimizer.items()}
     both = WithOptimizer(reader)
     assert [name for name, tensor in held.items() if not torch.equal(read_tensor(both, name), tensor)] == []
-    assert both.specs.keys() == held.keys() and trainer_run_of(reader).updates == 1
+    assert both.specs.keys() == held.keys() and run_of(reader).updates == 1
 
 
 def automodel() -> Path:

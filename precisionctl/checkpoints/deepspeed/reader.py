@@ -29,7 +29,7 @@ def step_directory(path: Path, iteration: int | None = None) -> Path | None:
     else:
         for file in LATEST:
             # in other programs' folders it may be a link to a step, which is nothing of DeepSpeed's
-            if (path / file).is_file() and has_file(path / file, path):
+            if not (path / file).is_dir() and has_file(path / file, path):
                 name = read_file(path / file, path, most=1 << 12).decode(errors="replace").strip()
                 # else it names something outside the folder, or what no file can be called, which is not there either
                 if Path(name).name == name != ".." and os.path.lexists(path / name):
