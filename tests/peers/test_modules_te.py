@@ -78,6 +78,8 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
     for node in ast.walk(OURS):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
+            if name == "_made":  # a recipe, by its class
+                name, node = ast.unparse(node.args[0]), ast.Call(node.func, node.args[1:], node.keywords)
             if name == "super().forward" and id(node) in within:
                 name = f"{within[id(node)]} {name}"
             if name.startswith("te.") or name in taken or name in CALLED:
