@@ -179,7 +179,8 @@ def assert_texts_are_apart(family: str, directory: Path, lengths: Sequence[int] 
 
 
 class _Margins(TorchFunctionMode):
-    """The least distance by which a `topk` left out what it did not choose, or of a value from the limit of a clamp."""
+    """The least distance by which a `topk` left out what it did not choose, or ten times that of a value from the limit
+    of a clamp: of these there are many more, and each was rounded a few times only."""
 
     least = math.inf
 
@@ -195,7 +196,7 @@ class _Margins(TorchFunctionMode):
                 self.least = min(self.least, float(margins.min()))
         elif function is Tensor.clamp:
             limits = [limit for limit in (*args[1:], *(kwargs or {}).values()) if isinstance(limit, float)]
-            self.least = min([self.least, *(float((args[0] - limit).abs().min()) for limit in limits)])
+            self.least = min([self.least, *(10 * float((args[0] - limit).abs().min()) for limit in limits)])
         return function(*args, **kwargs or {})
 
 
