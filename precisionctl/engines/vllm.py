@@ -28,6 +28,8 @@ from precisionctl.engines.rules.fixed_settings import (
     FixedSettings,
     in_every_other_layer,
     in_no_layer_unless_all,
+    off_where_every_other_before,
+    off_where_some_layers_from,
     one_share_of_heads,
     window_off_by,
 )
@@ -193,12 +195,16 @@ ENGINE = Engine(
         ),
         FixedSettings(
             ("qwen2_moe",),
-            {"layer_types": in_no_layer_unless_all, "qkv_bias": True},
+            {
+                "layer_types": in_no_layer_unless_all,
+                "use_sliding_window": off_where_every_other_before,
+                "qkv_bias": True,
+            },
             EngineRule(_PASSED_OVER, "vLLM 0.33 models/qwen2_moe.py; run"),
         ),
         FixedSettings(
             ("qwen2", "qwen3"),
-            {"layer_types": in_no_layer_unless_all},
+            {"layer_types": in_no_layer_unless_all, "use_sliding_window": off_where_some_layers_from},
             EngineRule("it refuses windows in some layers alone", "vLLM 0.33 models/qwen2.py Qwen2Model; run"),
         ),
         FixedSettings(

@@ -8,6 +8,7 @@ import pico
 import pytest
 import repository
 import torch
+from transformers import AutoConfig
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.commands.plan_command import plan_command
@@ -52,6 +53,23 @@ def test_published_models_have_the_settings_that_vllms_classes_were_written_for(
 )
 def test_a_setting_that_vllm_passes_over_is_found(config: dict[str, Any], what: str | None) -> None:
     assert [each.what for each in VLLM.passed_over(config)] == ([what] if what else [])
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen2_moe", "qwen3"])
+@pytest.mark.parametrize("first", [0, 1, 2, 3, None])
+@pytest.mark.parametrize("layers", [1, 2, 30])
+@pytest.mark.parametrize("on", [True, False])
+def test_windows_in_some_layers_are_found_where_the_class_in_transformers_has_them(
+    model_type: str, first: int | None, layers: int, on: bool
+) -> None:
+    said = {"num_hidden_layers": layers, "use_sliding_window": on, "sliding_window": 16}
+    said |= {} if first is None else {"max_window_layers": first}
+    kinds = AutoConfig.for_model(model_type, **said).layer_types
+    whats = [each.what for each in VLLM.passed_over({"model_type": model_type, **said})]
+    assert whats == (["use_sliding_window is True, and taken for False"] if len({*kinds}) == 2 else [])
+    listed = VLLM.passed_over({"model_type": model_type, **said, "layer_types": kinds})
+    assert len(listed) == len(whats)
+    assert not VLLM.passed_over({"model_type": model_type, **said, "sliding_window": None})
 
 
 def test_verify_refuses_it_and_an_export_says_it(tmp_path: Path) -> None:

@@ -68,4 +68,23 @@ def in_no_layer_unless_all(config: Mapping[str, Any]) -> object:
     )
 
 
+def off_where_some_layers_from(config: Mapping[str, Any]) -> object:
+    """No windows, where layers have them from the number `max_window_layers` on, but not all. So transformers reads it
+    where there are no `layer_types` (configuration_qwen2.py, configuration_qwen3.py)."""
+    return _off(config, lambda layers, first: 0 < first < layers)
+
+
+def off_where_every_other_before(config: Mapping[str, Any]) -> object:
+    """No windows, where every other layer before that number has them (configuration_qwen2_moe.py)."""
+    return _off(config, lambda layers, first: first > 0 and layers > 1)
+
+
+def _off(config: Mapping[str, Any], in_some: Callable[[int, int], bool]) -> object:
+    layers, first = config.get("num_hidden_layers"), config.get("max_window_layers", 28)
+    is_null = "sliding_window" in config and config["sliding_window"] is None
+    if is_null or config.get("layer_types") is not None or type(layers) is not int or type(first) is not int:
+        return None
+    return False if in_some(layers, first) else None
+
+
 _WINDOW, _EVERYWHERE = "sliding_attention", "full_attention"
