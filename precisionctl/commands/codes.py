@@ -119,7 +119,7 @@ class _EngineCodes:
             *self._notes_of_bf16_in_the_run(policy.jobs),
             *uncoded_tower_notes(plan),
             *rounded_notes(source.reader, plan),
-            *(f"{engine.title} computes otherwise: {each.what}; {each.rule.text}." for each in self._passed_over()),
+            *(f"{engine.title} computes otherwise: {each.what}; {each.rule.text}." for each in self._passed_over(plan)),
             serve,
         ]
         states = None if request.target else known.current or known.outdated
@@ -299,12 +299,12 @@ class _EngineCodes:
         )
         return config
 
-    def _passed_over(self) -> list[Finding]:
+    def _passed_over(self, plan: Plan) -> list[Finding]:
         """The settings of the result's config.json that the engine passes over."""
         config, model = self._stored_config, self.source.plan.model
         if not config and not isinstance(model, UntabledModel):
             config = to_hf_config(model, "bfloat16")
-        return self.engine.passed_over(config)
+        return self.engine.passed_over(config, plan.targets)
 
     @cached_property
     def _config(self) -> Mapping[str, Any]:

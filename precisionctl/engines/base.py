@@ -7,7 +7,7 @@ dtypes, and the values of the scales alone; no weight is read.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -128,9 +128,10 @@ class Engine:
             return []
         return [Finding("config.json", f"a {kind}" + (f" with a {known.where}" if known.where else ""), known.rule)]
 
-    def passed_over(self, config: Mapping[str, Any]) -> list[Finding]:
-        """The settings of a model that the engine is known to pass over, as findings."""
-        return [found for settings in self.fixed for found in settings.check(config)]
+    def passed_over(self, config: Mapping[str, Any], stored: Collection[str] | None = None) -> list[Finding]:
+        """The settings of a model that the engine is known to pass over, as findings; `stored` are the names of the
+        directory's tensors, where there is one."""
+        return [found for settings in self.fixed for found in settings.check(config, stored)]
 
     def check(
         self,
@@ -164,7 +165,7 @@ class Engine:
             name: weight.spec for name, weight in coded.items()
         }
 
-        always = [*self.without_class(config), *self.passed_over(config)]
+        always = [*self.without_class(config), *self.passed_over(config, specs)]
         text = _of_text(config)
         for missing, rule in self.keys.items():
             for key in missing(text):

@@ -227,6 +227,7 @@ ENGINE = Engine(
                 "its class of this model has a head of its own, which stays as it was made where there is none",
                 "vLLM 0.33 models/afmoe.py, deepseek_v2.py, glm4_moe.py, glm4_moe_lite.py, gpt_oss.py, olmoe.py; run",
             ),
+            head=False,
         ),
         FixedSettings(
             ("cohere", "cohere2", "cohere2_moe", "gemma2", "lfm2", "lfm2_moe"),
@@ -236,6 +237,7 @@ ENGINE = Engine(
                 "refuses it",
                 "vLLM 0.33 models/commandr.py, cohere2_moe.py, gemma2.py, lfm2.py, lfm2_moe.py; run",
             ),
+            head=True,
         ),
         FixedSettings(
             ("mimo_v2_flash",),

@@ -8,6 +8,7 @@ import pico
 import pytest
 import repository
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
@@ -70,6 +71,19 @@ def test_windows_in_some_layers_are_found_where_the_class_in_transformers_has_th
     listed = VLLM.passed_over({"model_type": model_type, **said, "layer_types": kinds})
     assert len(listed) == len(whats)
     assert not VLLM.passed_over({"model_type": model_type, **said, "sliding_window": None})
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_a_tied_head_is_missed_only_where_none_is_stored(tmp_path: Path, is_stored: bool) -> None:
+    pico.save(tmp_path / "hf", "olmoe", dtype=torch.bfloat16, tie_word_embeddings=True)
+    if is_stored:
+        tensors = load_file(tmp_path / "hf" / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    what = "tie_word_embeddings is True, and taken for False"
+    assert (what in [each.what for each in check(HuggingFaceReader(tmp_path / "hf"), VLLM)]) is not is_stored
+    planned = plan_command(Request.export(tmp_path / "hf", tmp_path / "out", "vllm", "dynamic"))
+    assert any(what in note for note in planned.notes)  # of a tied model an export stores the embedding alone
 
 
 def test_verify_refuses_it_and_an_export_says_it(tmp_path: Path) -> None:

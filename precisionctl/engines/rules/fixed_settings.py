@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,13 @@ from precisionctl.errors import shown
 class FixedSettings:
     """That of models of these `model_types` an engine takes `values`, by key, whatever config.json says, by a `rule`.
     What makes a value of the whole config returns None where the engine computes what is said. A key that config.json
-    lacks says the family's usual value, for which the engine's class was written."""
+    lacks says the family's usual value, for which the engine's class was written. With a `head`, directories alone
+    break the rule that store an output layer (True), or store none (False)."""
 
     model_types: tuple[str, ...]
     values: Mapping[str, bool | float | Callable[[Mapping[str, Any]], object]]
     rule: EngineRule
+    head: bool | None = None
 
     def taken(self, config: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
         """The keys under which a config.json says other values, and what the engine takes for these."""
@@ -29,8 +31,10 @@ class FixedSettings:
             if said is not None and taken is not None and said != taken:
                 yield key, taken
 
-    def check(self, config: Mapping[str, Any]) -> Iterator[Finding]:
-        """The same, as findings."""
+    def check(self, config: Mapping[str, Any], stored: Collection[str] | None) -> Iterator[Finding]:
+        """The same, as findings on a directory of the tensors that are `stored`, by name; None: the config counts."""
+        if self.head is not None and stored is not None and self.head != any("lm_head." in name for name in stored):
+            return
         for key, taken in self.taken(config):
             yield Finding("config.json", f"{key} is {shown(config[key])}, and taken for {shown(taken)}", self.rule)
 
