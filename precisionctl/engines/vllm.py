@@ -30,6 +30,7 @@ from precisionctl.engines.rules.fixed_settings import (
     in_no_layer_unless_all,
     off_where_every_other_before,
     off_where_some_layers_from,
+    on_unless_said_by,
     one_share_of_heads,
     window_off_by,
 )
@@ -74,6 +75,9 @@ _list = partial(IgnoreList, unquantized=_UNQUANTIZED)
 
 _PASSED_OVER = "its class of this model passes over the setting, in silence"
 _NOT_ALL_BIASES = "its class of this model has not all of these biases, and passes over the others in silence"
+_NO_HEAD = (
+    "its class of this model has no head beside the embedding, and passes over that of the directory, or refuses it"
+)
 
 ENGINE = Engine(
     name="vllm",
@@ -230,13 +234,15 @@ ENGINE = Engine(
             head=False,
         ),
         FixedSettings(
-            ("cohere", "cohere2", "cohere2_moe", "gemma2", "lfm2", "lfm2_moe"),
+            ("cohere", "cohere2", "cohere2_moe", "gemma2"),
             {"tie_word_embeddings": True},
-            EngineRule(
-                "its class of this model has no head beside the embedding, and passes over that of the directory, or "
-                "refuses it",
-                "vLLM 0.33 models/commandr.py, cohere2_moe.py, gemma2.py, lfm2.py, lfm2_moe.py; run",
-            ),
+            EngineRule(_NO_HEAD, "vLLM 0.33 models/commandr.py, cohere2_moe.py, gemma2.py; run"),
+            head=True,
+        ),
+        FixedSettings(
+            ("lfm2", "lfm2_moe"),
+            {"tie_embedding": True, "tie_word_embeddings": on_unless_said_by("tie_embedding")},
+            EngineRule(_NO_HEAD, "vLLM 0.33 models/lfm2.py, lfm2_moe.py; run"),
             head=True,
         ),
         FixedSettings(

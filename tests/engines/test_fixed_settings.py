@@ -73,6 +73,16 @@ def test_windows_in_some_layers_are_found_where_the_class_in_transformers_has_th
     assert not VLLM.passed_over({"model_type": model_type, **said, "sliding_window": None})
 
 
+@pytest.mark.parametrize("model_type", ["lfm2", "lfm2_moe"])
+@pytest.mark.parametrize("said", [{}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False}])
+@pytest.mark.parametrize("own", [{}, {"tie_embedding": True}, {"tie_embedding": False}])
+def test_the_word_of_lfm2_for_a_head_of_its_own_is_read_as_in_transformers(
+    model_type: str, said: dict[str, Any], own: dict[str, Any]
+) -> None:
+    found = VLLM.passed_over({"model_type": model_type, **said, **own})
+    assert len(found) == (not AutoConfig.for_model(model_type, **said, **own).tie_word_embeddings)
+
+
 @pytest.mark.parametrize("is_stored", [True, False])
 def test_a_tied_head_is_missed_only_where_none_is_stored(tmp_path: Path, is_stored: bool) -> None:
     pico.save(tmp_path / "hf", "olmoe", dtype=torch.bfloat16, tie_word_embeddings=True)

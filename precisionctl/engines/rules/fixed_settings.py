@@ -91,4 +91,9 @@ def _off(config: Mapping[str, Any], in_some: Callable[[int, int], bool]) -> obje
     return False if in_some(layers, first) else None
 
 
+def on_unless_said_by(key: str) -> Callable[[Mapping[str, Any]], object]:
+    """True, where config.json lacks another key, which wins."""
+    return lambda config: None if key in config else True
+
+
 _WINDOW, _EVERYWHERE = "sliding_attention", "full_attention"
