@@ -78,7 +78,8 @@ class Engine:
     codes but blocks of `quant_method: fp8`. mxfp4_experts: those whose experts may be MXFP4 beside such blocks, and
     what of config.json says that they are (None: their tensors do). no_codes: those of which it computes no codes,
     whatever the format. no_class: those that it is known to have no class for, by `model_type`; of others that have a
-    table nothing is known. fixed: settings of models that it passes over.
+    table nothing is known. fixed: settings of models that it passes over. wrappers: those, by `model_type`, of whose
+    text model it makes the class that it has for that alone.
     loads_own_classes: whether it looks for tensors only under the names that the model's own class saves.
 
     demands: all further rules on a directory of codes. keys: the keys that config.json must have, which an export adds.
@@ -102,6 +103,7 @@ class Engine:
     no_codes: Mapping[str, EngineRule] = field(default_factory=dict)
     no_class: Mapping[str, NoClass] = field(default_factory=dict)
     fixed: Sequence[FixedSettings] = ()
+    wrappers: Collection[str] = ()
     loads_own_classes: bool = False
 
     def formats(self, method: str) -> Sequence[str]:
@@ -131,6 +133,9 @@ class Engine:
     def passed_over(self, config: Mapping[str, Any], stored: Collection[str] | None = None) -> list[Finding]:
         """The settings of a model that the engine is known to pass over, as findings; `stored` are the names of the
         directory's tensors, where there is one."""
+        if str(config.get("model_type")) in self.wrappers:
+            of_the_whole = {key: config[key] for key in _TIES if key in config}
+            config = {**served_config(config), **of_the_whole}
         return [found for settings in self.fixed for found in settings.check(config, stored)]
 
     def check(
@@ -276,6 +281,10 @@ class Engine:
     def takes_mxfp4(self, config: Mapping[str, Any], names: Iterable[str]) -> bool:
         """Whether the engine loads MXFP4 beside blocks of FP8 in a model, if only these weights are that."""
         return str(config.get("model_type")) in self.mxfp4_experts and all(map(EXPERT.fullmatch, names))
+
+
+_TIES = ("tie_word_embeddings", "tie_embedding")
+"""What a wrapper says of the head of its text model, whose part of config.json it wins over in transformers."""
 
 
 def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -269,6 +269,24 @@ ENGINE = Engine(
             ),
         ),
     ),
+    # their classes call init_vllm_registered_model (models/utils.py) with the text model's config; others, as
+    # GOT-OCR 2, vLLM computes by transformers' own class, or refuses as Aya Vision
+    wrappers=(
+        "audioflamingo3",
+        "cohere2_vision",
+        "internvl",
+        "internvl_chat",
+        "kimi_k25",
+        "kimi_vl",
+        "lfm2_vl",
+        "lighton_ocr",
+        "llava",
+        "llava_next",
+        "llava_onevision",
+        "paligemma",
+        "qianfan_ocr",
+        "qwen2_audio",
+    ),
     fused=FusedLinears(
         groups=(*FUSED, LATENT),
         all_or_none=EngineRule(

@@ -18,7 +18,11 @@ from precisionctl.engines.base import engine_named
 from precisionctl.verify.engine_rules import check
 
 VLLM = engine_named("vllm")
-PUBLISHED = [json.loads(line) for line in (repository.GOLDEN / "published_configs.jsonl").read_text().splitlines()]
+PUBLISHED = [
+    json.loads(line)
+    for name in ("published_configs.jsonl", "published_wrappers.jsonl")
+    for line in (repository.GOLDEN / name).read_text().splitlines()
+]
 WINDOWS = ["sliding_attention", "full_attention"]
 
 
@@ -71,6 +75,26 @@ def test_windows_in_some_layers_are_found_where_the_class_in_transformers_has_th
     listed = VLLM.passed_over({"model_type": model_type, **said, "layer_types": kinds})
     assert len(listed) == len(whats)
     assert not VLLM.passed_over({"model_type": model_type, **said, "sliding_window": None})
+
+
+def test_the_text_model_of_a_wrapper_is_looked_at_where_vllm_makes_its_own_class_of_it() -> None:
+    text = {"model_type": "qwen2", "layer_types": WINDOWS}
+    what = [f"layer_types is {WINDOWS}, and taken for {WINDOWS[1:] * 2}"]
+    assert [each.what for each in VLLM.passed_over({"model_type": "internvl", "text_config": text})] == what
+    assert [each.what for each in VLLM.passed_over({"model_type": "internvl_chat", "llm_config": text})] == what
+    assert not VLLM.passed_over({"model_type": "got_ocr2", "text_config": text})
+
+
+HEAD = ["language_model.model.embed_tokens.weight", "language_model.lm_head.weight"]
+
+
+def test_what_a_wrapper_says_of_the_head_is_looked_at() -> None:
+    text = {"model_type": "lfm2", "tie_word_embeddings": True}
+    config = {"model_type": "lfm2_vl", "tie_word_embeddings": False, "text_config": text}
+    assert [each.what for each in VLLM.passed_over(config, HEAD)] == [
+        "tie_word_embeddings is False, and taken for True"
+    ]
+    assert not VLLM.passed_over(config, HEAD[:1])
 
 
 @pytest.mark.parametrize("model_type", ["lfm2", "lfm2_moe"])
