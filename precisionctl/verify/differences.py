@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 @dataclass
 class Differences:
     """B's values against A's, shown piece by piece: sums of squares of A's values and of what B's are off, the largest
-    absolute error (by `difference`), how many values there are and differ, and how many are 0 on one side alone."""
+    absolute error, how many values there are and differ, and how many are 0 on one side alone. Sums and errors are of
+    what is `measurable`."""
 
     signal: float = 0.0
     noise: float = 0.0
@@ -34,6 +35,7 @@ class Differences:
         left, right = comparable(a, b)
         self.elements += left.numel()
         self.differing += differing(left, right)
+        left, right = measurable(left, right)
         self.zeroed += int(np.count_nonzero((left.numpy() == 0) != (right.numpy() == 0)))
         signal = left.double().view(-1)
         error = difference(signal, right.double().view(-1))
@@ -78,10 +80,18 @@ def differing(a: Tensor, b: Tensor) -> int:
     return int(np.count_nonzero(other.any(-1) if a.dim() == 3 else other))
 
 
+def measurable(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Both, with 0 where both are NaN or the same infinity: nothing is lost there, and sums of squares are of the
+    other values."""
+    if numerics.are_finite(a):
+        return a, b
+    same = (a.isnan() & b.isnan()) | (a.isinf() & (a == b))
+    return a.masked_fill(same, 0.0), b.masked_fill(same, 0.0)
+
+
 def difference(a: Tensor, b: Tensor) -> Tensor:
-    """`a - b`, without NaN: 0 where both are NaN or the same infinity, infinite where only one is NaN."""
+    """`a - b` of `measurable` values, without NaN: infinite where one of them is NaN."""
     error = a - b
     if numerics.has_nan(error):
-        same = (a == b) | (a.isnan() & b.isnan())
-        error.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf).masked_fill_(same, 0.0)
+        error.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
     return error

@@ -58,7 +58,7 @@ class Losses:
     """Signal and noise so far, FP64 `[2, blocks]`, of the row of blocks that is not complete."""
 
     def see(self, row: int, codes: Tensor, values: Tensor, decoded: Tensor) -> None:
-        """Rows from `row` on: codes, and FP32 values and what the codes decode to, `[n, columns]`."""
+        """Rows from `row` on: codes, and FP32 values and what the codes decode to, `measurable`, `[n, columns]`."""
         error = difference(values, decoded).abs_()
         self.largest_error = max(self.largest_error, float(error.max()))
         self.largest = max(self.largest, float(numerics.amax(values)))
@@ -98,7 +98,7 @@ class Losses:
         """Count blocks that are complete, of signal and noise, FP64 `[2, n, blocks]`."""
         signal, noise = sums
         elements = min(self.block[0], self.rows) * min(self.block[1], self.columns)
-        counts = (signal > elements * NEGLIGIBLE**2) & signal.isfinite()
+        counts = signal > elements * NEGLIGIBLE**2
         self.lost += int((counts & (noise > signal * 10 ** (-LOWEST_DB / 10))).sum())
         self.blocks += signal.numel()
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from precisionctl.codes.statistics import decibels
 from precisionctl.processes import in_processes
 from precisionctl.torch_when_used import one_torch_thread, torch
-from precisionctl.verify.differences import Differences, comparable, differing
+from precisionctl.verify.differences import Differences, comparable, differing, measurable
 from precisionctl.verify.hf_tensors import HfTensors, StoredRows
 from precisionctl.verify.losses import Losses, lost_in_rounding
 
@@ -147,12 +147,12 @@ def _losses(name: str, a: HfTensors, b: HfTensors) -> tuple[Losses, tuple[float,
     losses, row, signal = Losses(spec.rows, spec.columns, coded.block(name), coded.is_packed(name)), 0, 0.0
     count = 0
     for left, right in _pieces(name, a, b):
-        codes, values = (left, right) if coded is a else (right, left)
-        decoded = codes.values
+        codes, uncoded = (left, right) if coded is a else (right, left)
+        values, decoded = measurable(uncoded.values, codes.values)
         count += differing(*comparable(left, right))
-        losses.see(row, codes.stored, values.values, decoded)
+        losses.see(row, codes.stored, values, decoded)
         signal += float(decoded.double().square().sum()) if coded is a else 0.0
-        row += len(values.data)
+        row += len(values)
     sqnr = decibels(signal if coded is a else losses.total.power, losses.total.error)
     return losses, (sqnr, losses.largest_error, count)
 

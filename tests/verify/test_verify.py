@@ -185,6 +185,18 @@ def test_nan_equals_nan_and_infinity_infinity_and_nothing_else(source, value):
     assert not compare(a, source).equal
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_both_sides_have_that_is_no_number_is_not_in_the_ratio_of_the_others(source, value):
+    values = read_tensor(source, DOWN).float() * (1 + 2**-10)  # not of BF16
+    values[0, 0] = value
+    rounded = values.bfloat16()
+    others, error = values.view(-1)[1:].double(), (values - rounded.float()).view(-1)[1:].double()
+    true = 10 * math.log10(float(others.square().sum() / error.square().sum()))
+    found = of(compare(changed(source, DOWN, values), changed(source, DOWN, rounded)), DOWN)
+    assert (found.status, found.remark) == ("rounded", "") and found.sqnr_db == pytest.approx(true, rel=1e-9)
+    assert found.max_abs_error == float(error.abs().max())
+
+
 def test_in_two_dtypes_a_nan_is_one_whatever_its_bits_and_hides_no_other_element(source):
     values = read_tensor(source, DOWN)
     values[0, 0] = math.nan

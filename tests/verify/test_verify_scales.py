@@ -329,6 +329,27 @@ def test_one_outlier_is_told_and_is_no_difference(tmp_path: Path) -> None:
     assert any(told.remark in row for table in tables(found) for row in table.rows)
 
 
+def test_a_nan_hides_no_loss_of_the_other_values(tmp_path: Path) -> None:
+    """Gate and up share a scale: under that of an outlier of one, nothing is left of the other, which has a NaN."""
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    gate, up = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up"))
+
+    def broken(tensors: Tensors) -> None:
+        tensors[up].view(-1)[7] = 3e5
+        tensors[gate].view(-1)[5] = torch.nan
+
+    changed(tmp_path / "hf", tmp_path / "broken", broken)
+    state = tmp_path / "state.safetensors"
+    sidecar.write(state, in_memory.recorded(HuggingFaceReader(tmp_path / "hf")))
+    made = export(tmp_path / "broken", tmp_path / "out", "static", "--fp8-state", str(state))
+    left = load_file(made / "model.safetensors")[gate].float().view(-1)
+    assert left.isnan().nonzero().tolist() == [[5]] and int((left != 0).sum()) == 1
+    for a, b in ((tmp_path / "broken", made), (made, tmp_path / "broken")):
+        found = compared(a, b)
+        (lost,) = [tensor for tensor in found.tensors if tensor.status == "lost"]
+        assert lost.name == gate and not found.equal and lost.sqnr_db is not None and lost.sqnr_db <= 0
+
+
 @pytest.mark.parametrize("outlier", [1.0, 1e3, 1e6, 1e9])
 @pytest.mark.parametrize("rounding", ["FP32", "BF16", "powers of 2"])
 def test_no_scale_that_an_amax_gives_falls_below_the_floor(outlier: float, rounding: numerics.ScaleRounding) -> None:
