@@ -33,16 +33,18 @@ TOLD_SHARE = 0.1
 """From this share on, nonzero values that became zero, or values beyond the largest code, are reported."""
 
 NEGLIGIBLE = 2.0**-27
-"""Values this small may become zero without counting as lost: half of the smallest code is 2^-28 under the smallest
-scale that tools allow (vLLM's min_scaling_factor, 1 / (448 * 512))."""
+"""Blocks of values with an RMS this small may become zero without counting as lost: half of the smallest code is 2^-28
+under the smallest scale that tools allow (vLLM's min_scaling_factor, 1 / (448 * 512)). That is so beside larger values
+of the tensor. If these are all that it has, they are what is computed with: a norm behind them, or another tensor as
+large as they are small, makes them count."""
 
 
 @dataclass
 class Losses:
     """The losses of one tensor `[rows, columns]` whose values share a scale in blocks of `block`, shown rows in order.
 
-    `packed`: codes are other than FP8. `lost` of `blocks` have an SQNR under LOWEST_DB, though their values are
-    not negligible.
+    `packed`: codes are other than FP8. `lost` of `blocks` have an SQNR under LOWEST_DB, and `negligible` more of them
+    that have values of at most NEGLIGIBLE. `some_left`: some value has not become zero.
     """
 
     rows: int
@@ -53,7 +55,9 @@ class Losses:
     largest: float = 0.0
     largest_error: float = 0.0
     lost: int = 0
+    negligible: int = 0
     blocks: int = 0
+    some_left: bool = False
     _open: Tensor | None = field(default=None, repr=False)
     """Signal and noise so far, FP64 `[2, blocks]`, of the row of blocks that is not complete."""
 
@@ -62,8 +66,10 @@ class Losses:
         error = difference(values, decoded).abs_()
         self.largest_error = max(self.largest_error, float(error.max()))
         self.largest = max(self.largest, float(numerics.amax(values)))
-        power, noise = (self._by_block(each) for each in (values.square(), error.square_()))
+        # FP32 has squares of numbers from 2^-74 to 2^63 alone.
+        power, noise = (self._by_block(each.double().square_()) for each in (values, error))
         zeros = decoded.numpy() == 0  # NumPy counts several times as fast as PyTorch
+        self.some_left = self.some_left or not zeros.all()
         if self.packed:  # only the largest code can be exceeded by half of its number
             saturated = int(((values.abs() > 1.5 * decoded.abs()) & (decoded != 0)).sum())
         else:
@@ -92,34 +98,41 @@ class Losses:
         """Sums over the columns of a block, FP64 `[n, blocks]`."""
         wide = min(self.block[1], self.columns)
         padded = torch.nn.functional.pad(each, (0, -self.columns % wide)) if self.columns % wide else each
-        return padded.view(len(each), -1, wide).sum(2).double()
+        return padded.view(len(each), -1, wide).sum(2)
 
     def _judge(self, sums: Tensor) -> None:
         """Count blocks that are complete, of signal and noise, FP64 `[2, n, blocks]`."""
         signal, noise = sums
         elements = min(self.block[0], self.rows) * min(self.block[1], self.columns)
-        counts = signal > elements * NEGLIGIBLE**2
-        self.lost += int((counts & (noise > signal * 10 ** (-LOWEST_DB / 10))).sum())
+        lost, counts = noise > signal * 10 ** (-LOWEST_DB / 10), signal > elements * NEGLIGIBLE**2
+        self.lost += int((lost & counts).sum())
+        self.negligible += int((lost & ~counts).sum())
         self.blocks += signal.numel()
 
     @property
     def why(self) -> str:
         """In words, why the codes do not represent the values; empty if they do."""
-        if not self.lost:
+        lost = self.lost if self.some_left else self.lost + self.negligible
+        if not lost:
             return ""
-        of = "its scale loses" if self.blocks == 1 else f"{self.lost} of {self.blocks} scales lose"
+        of = "its scale loses" if self.blocks == 1 else f"{lost} of {self.blocks} scales lose"
         return f"{of} the values (SQNR under {LOWEST_DB:.0f} dB): {self._shares()}"
 
     @property
     def remark(self) -> str:
         """In words, what is worth knowing of codes that do represent the values."""
+        told = []
+        if self.negligible:
+            small = f"negligible values (RMS of at most {NEGLIGIBLE:.2g}, beside larger ones)"
+            told.append(f"{self.negligible} of {self.blocks} scales lose {small}")
         if self.packed:
-            return ""  # sixteen numbers, or steps of one size, cannot do better
-        nonzero = self.total.underflows / max(1, self.total.elements)
-        if max(nonzero, self.total.saturation) >= TOLD_SHARE:
+            pass  # sixteen numbers, or steps of one size, cannot do better
+        elif max(self.total.underflow, self.total.saturation) >= TOLD_SHARE:
             rms = math.sqrt(self.total.power / max(1, self.total.elements))
-            return f"{self._shares()}; the largest value is {self.largest:.3g}, their RMS {rms:.3g}"
-        return f"SQNR {self.total.sqnr:.1f} dB, of {EXPECTED_DB:.0f} at least" if self.total.sqnr < EXPECTED_DB else ""
+            told.append(f"{self._shares()}; the largest value is {self.largest:.3g}, their RMS {rms:.3g}")
+        elif self.total.sqnr < EXPECTED_DB:
+            told.append(f"SQNR {self.total.sqnr:.1f} dB, of {EXPECTED_DB:.0f} at least")
+        return "; ".join(told)
 
     def _shares(self) -> str:
         zero, beyond = self.total.underflow, self.total.saturation
@@ -131,8 +144,7 @@ def lost_in_rounding(found: Differences, unit: float) -> tuple[str, str]:
     and what else is worth knowing. Empty if there is nothing. A value that becomes a normal number is off by at most
     `unit` of itself (2^-11 in FP16, for 66 dB), one below these by up to all of it."""
     shares = f"{found.zeroed / max(1, found.elements):.1%} of values became zero"
-    power = max(found.signal, found.noise)  # either side may be the rounded one
-    if found.sqnr_db < LOWEST_DB and power > found.elements * NEGLIGIBLE**2:
+    if found.sqnr_db < LOWEST_DB:
         return f"rounding loses the values (SQNR under {LOWEST_DB:.0f} dB): {shares}", ""
     expected = -20 * math.log10(unit)
     if found.sqnr_db < expected or found.zeroed >= TOLD_SHARE * found.elements:

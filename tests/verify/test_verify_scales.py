@@ -400,3 +400,28 @@ def test_a_row_of_next_to_nothing_may_become_zero(value: float, lost: bool) -> N
     losses = Losses(2, 64, (1, 64))
     losses.see(0, torch.zeros(2, 64).to(torch.float8_e4m3fn), values, torch.stack([values[0], torch.zeros(64)]))
     assert bool(losses.why) == lost and losses.lost == lost
+    assert losses.remark.startswith("1 of 2 scales lose negligible values") == (not lost)
+
+
+@pytest.mark.parametrize("value", [1e-9, 1e-30])
+@pytest.mark.parametrize("rows", [1, 64])
+def test_a_tensor_of_next_to_nothing_may_not_become_zero_as_a_whole(value: float, rows: int) -> None:
+    """Whether its rows share a scale or not, and though FP32 has no square of its values."""
+    losses = Losses(64, 8, (rows, 8))
+    for row in (0, 32):
+        zeros = torch.zeros(32, 8)
+        losses.see(row, zeros.to(torch.float8_e4m3fn), torch.full((32, 8), value), zeros)
+    assert losses.why.endswith("100.0% of values became zero, 0.0% were beyond the largest code")
+
+
+def test_squares_that_fp32_has_not_hide_no_loss() -> None:
+    values = torch.full((2, 64), 1e30)
+    losses = Losses(2, 64, (1, 64))
+    losses.see(0, torch.full((2, 64), 448.0).to(torch.float8_e4m3fn), values, values / torch.tensor([[1.0], [1e3]]))
+    assert losses.lost == 1 and "1 of 2 scales lose" in losses.why
+
+
+def test_zeros_have_nothing_to_lose() -> None:
+    losses, zeros = Losses(2, 64, (1, 64)), torch.zeros(2, 64)
+    losses.see(0, zeros.to(torch.float8_e4m3fn), zeros, zeros)
+    assert not losses.why and not losses.remark
