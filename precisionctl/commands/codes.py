@@ -159,9 +159,9 @@ class _EngineCodes:
 
     @cached_property
     def _run(self) -> Precision | None:
-        """The precision of the FP8 or NVFP4 run that wrote the source, where that says it in words known here."""
+        """The FP8 or NVFP4 precision in which a run wrote the source, where that says it in words known here."""
         run, _ = precision_if_known(self.source.reader)
-        return run.precision if run else None
+        return run.precision if run and run.trained else None
 
     @property
     def _schemes_of_run(self) -> tuple[Scheme, ...]:

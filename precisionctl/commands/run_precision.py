@@ -3,7 +3,7 @@ Megatron's in its arguments, and one in delayed scaling in its FP8 state too."""
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,12 @@ _OF_ONE_RUN = ("precision.fp8", "precision.schedule")
 @dataclass(frozen=True)
 class RunPrecision:
     """The recipe keys (`precision.scaling`) that are known of an FP8 run, the precision that they make, and what says
-    them."""
+    them. A run goes on in it from the checkpoint; `trained` is whether the one before had come to be in it."""
 
     keys: Mapping[str, Any]
     precision: Precision
     said_by: str
+    trained: bool = True
 
 
 def precision_of_run(reader: Reader) -> RunPrecision | None:
@@ -41,9 +42,9 @@ def precision_of_run(reader: Reader) -> RunPrecision | None:
         if not keys.get("precision.fp8"):
             return None
         return _made({key: value for key, value in keys.items() if key not in _OF_ONE_RUN}, str(RUN_FILE), reader.path)
-    given = keys_of(reader.args) if of_megatron(reader) else {}
-    with suppress(RecipeError):
-        return _made(given, "Megatron's arguments") if given else None
+    if of_megatron(reader) and (given := keys_of(reader.args)):
+        with suppress(RecipeError):
+            return replace(_made(given, "Megatron's arguments"), trained=reader.trained_as_args)
     return None
 
 

@@ -30,7 +30,7 @@ from precisionctl.commands.notes import (
     tower_notes,
 )
 from precisionctl.commands.request import numerics
-from precisionctl.commands.run_precision import precision_if_known, precision_of_run
+from precisionctl.commands.run_precision import RunPrecision, precision_if_known, precision_of_run
 from precisionctl.commands.source import Source, with_masters
 from precisionctl.commands.source_notes import decoded_base_notes, source_notes
 from precisionctl.commands.storage import DCP, TORCH, TORCHTITAN, Storage
@@ -68,15 +68,19 @@ def as_values(source: Source) -> Result:
     asked = request.recipe if request.recipe and request.recipe.scaling != "delayed" else None
     if storage.layout == "megatron":  # the Writer adds the words of `state`
         off = {} if keeps else words_of_bf16(run.args)
-        stateless = before or asked
-        run = replace(run, args={**run.args, **off, **(stateless_words(stateless) if stateless else {})})
+        stateless = before.precision if before else asked
+        run = replace(
+            run,
+            args={**run.args, **off, **(stateless_words(stateless) if stateless else {})},
+            precision_ahead=stateless is not None and not (before and before.trained),
+        )
     expert_ranks = None
     if live and plan.model.moe is not None and storage.container != TORCH:  # payloads are cut for each rank of experts
         expert_ranks = storage.parallelism.expert
     notes = [
         *_notes(source, run),
         *(_stateless_notes(asked) if asked else ()),
-        *_unsaid_notes(storage, before or asked),
+        *_unsaid_notes(storage, before, asked),
         *not_known,
         *(state.notes if state else ()),
         *(payload_notes(storage.te_version, expert_ranks) if live else ()),
@@ -165,7 +169,7 @@ def _master_notes(source: Source) -> Iterator[str]:
         yield "FP32 masters, if the optimizer has any, stay behind with it: the weights are the stored ones, as FP32."
 
 
-def _stateless_before(source: Source) -> tuple[Precision | None, tuple[str, ...]]:
+def _stateless_before(source: Source) -> tuple[RunPrecision | None, tuple[str, ...]]:
     """The precision of the run that wrote the source, if that keeps no state, else None; and a note where that run, of
     another version perhaps, says it in words not known here. Raises for those where the result takes the precision."""
     not_known: tuple[str, ...] = ()
@@ -177,19 +181,21 @@ def _stateless_before(source: Source) -> tuple[Precision | None, tuple[str, ...]
             raise type(error)(error.what, where=error.where, do=do) from None
     else:
         before, not_known = precision_if_known(source.reader)
-    return (None if before is None or before.precision.keeps_state else before.precision), not_known
+    return (None if before is None or before.precision.keeps_state else before), not_known
 
 
-def _unsaid_notes(storage: Storage, stateless: Precision | None) -> Iterator[str]:
+def _unsaid_notes(storage: Storage, before: RunPrecision | None, asked: Precision | None) -> Iterator[str]:
     """What a result does not say of the precision, without state, of the run before it or of the recipe that was
     asked for."""
+    stateless = before.precision if before else asked
     if stateless is None:
         return
-    if storage.layout == "hf":
-        yield (
-            f"The run was in {scaling_words(stateless.scaling)}, and this result has no place for that: to go on "
-            f"alike, `resume --precision {stateless.option} --recipe ...`."
-        )
+    if before and storage.layout == "hf":
+        words, option = scaling_words(stateless.scaling), f"`resume --precision {stateless.option} --recipe ...`"
+        if before.trained:
+            yield f"The run was in {words}, and this result has no place for that: to go on alike, {option}."
+        else:
+            yield f"By {before.said_by} a run goes on in {words}, and this result has no place for that: {option} does so."
         return
     unsaid = ["precision.keep_bf16 " + ", ".join(stateless.keep_bf16)] * bool(stateless.keep_bf16)
     unsaid += ["precision.block.use_f32_scales"] * stateless.f32_block_scales

@@ -10,13 +10,14 @@ import in_memory
 import pico
 import pytest
 import torch
-from conversions import carry_out, change_args, run as convert
+from conversions import as_iteration, carry_out, change_args, run as convert
 from safetensors.torch import load_file
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
+from precisionctl.commands.run_precision import precision_of_run
 from precisionctl.engines.base import engine_named
 from precisionctl.fp8 import sidecar
 from precisionctl.precision import PRESETS
@@ -44,7 +45,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def of_run(place: Path, folder: Path, **args: Any) -> Path:
     """The checkpoint as Megatron's run with these arguments would have it."""
     shutil.copytree(place / "megatron", folder)
-    change_args(folder / "release", **args)
+    change_args(as_iteration(folder, 3), **args)
     return folder
 
 
@@ -72,6 +73,28 @@ def test_the_scheme_is_that_in_which_the_run_computed(
     note = chosen(of_run(place, tmp_path / "run", **args), target)
     assert note.startswith(f"Scheme {scheme}: ") and said in note
     assert ("The run was in" in note) is (scheme == "dynamic" and args == NVFP4)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "before"),
+    [("nvfp4", "hf"), ("nvfp4", "a run in BF16"), pytest.param("fp8-block", "a run in BF16", marks=pytest.mark.soak)],
+)
+def test_a_recipe_that_waits_for_a_run_is_no_run(place: Path, tmp_path: Path, recipe: str, before: str) -> None:
+    """`convert --recipe` says in the arguments what is to come, of weights that have trained in BF16 or not at all."""
+    source = of_run(place, tmp_path / "run") if before == "a run in BF16" else place / before
+    convert(source, tmp_path / "waits", "megatron", "fp8", recipe=PRESETS[recipe])
+    convert(tmp_path / "waits", tmp_path / "again", "megatron", container="torch")
+    for name in ("waits", "again"):
+        assert chosen(tmp_path / name) == chosen(source)
+        assert not any("run was in" in note for note in convert(tmp_path / name, tmp_path / f"{name}-hf", "hf").notes)
+    ahead = precision_of_run(open_checkpoint(tmp_path / "again"))
+    assert ahead is not None and ahead.precision == PRESETS[recipe], "in which `resume` goes on"
+
+
+def test_the_arguments_of_a_release_are_of_no_run(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "megatron", tmp_path / "megatron")
+    change_args(tmp_path / "megatron" / "release", **NVFP4)
+    assert chosen(tmp_path / "megatron") == chosen(place / "megatron")
 
 
 @pytest.mark.parametrize("target", ["vllm", "tensorrt-llm"])
@@ -140,5 +163,5 @@ def test_modules_that_the_run_kept_in_bf16_and_that_become_codes_are_told(place:
     )
     assert told(exclude=("model.layers.1.*",)) == []
     assert told(recipe=replace(PRESETS["nvfp4"], num_layers_at_end_in_bf16=1)) == []
-    change_args(source / "release", num_layers_at_end_in_bf16=99)  # of another model
+    change_args(source / "iter_0000003", num_layers_at_end_in_bf16=99)  # of another model
     assert told() == []

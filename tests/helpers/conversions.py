@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import read_tensor
+from precisionctl.checkpoints.megatron.keys import directory_name, write_tracker
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_files import torch_zip, torch_zip_writer
 from precisionctl.commands.plan_command import plan_command
@@ -74,3 +75,14 @@ def change_args(iteration: Path, **args: Any) -> None:
     vars(common["args"]).clear()
     vars(common["args"]).update({name: value for name, value in changed.items() if value is not None})
     file.write_bytes(torch_zip_writer.dump(common))
+
+
+def as_iteration(checkpoint: Path, number: int) -> Path:
+    """Make iteration `number` of a run out of the `release` in a `torch_dist` checkpoint, which belongs to none. Its
+    directory."""
+    iteration = (checkpoint / "release").rename(checkpoint / directory_name(number))
+    file = iteration / "common.pt"
+    common = torch_zip.load(file.read_bytes(), file)
+    file.write_bytes(torch_zip_writer.dump({**common, "iteration": number}))
+    write_tracker(checkpoint, number)
+    return iteration

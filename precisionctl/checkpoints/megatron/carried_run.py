@@ -14,7 +14,7 @@ from typing import Any
 from precisionctl.checkpoints.base import has_muon
 from precisionctl.checkpoints.megatron.arguments import STAGES
 from precisionctl.checkpoints.megatron.directory import MegatronReader
-from precisionctl.checkpoints.megatron.keys import OURS
+from precisionctl.checkpoints.megatron.keys import AHEAD, OURS
 from precisionctl.checkpoints.other_trainers.trainer_run import TrainedReader
 from precisionctl.dtypes import DType
 from precisionctl.param import Parallelism
@@ -37,7 +37,8 @@ class CarriedRun:
     `iteration` None makes a `release`. `common` is added to the common data, and `args` to the arguments in it.
     `objects`, by full key (`rng_state/shard_0.0_1.1`), are pickled beside the tensors, or copied if they are Spans of
     another checkpoint. `left` names what stays behind: state that is valid only for the source's parallel sizes, and
-    objects of classes that are not installed.
+    objects of classes that are not installed. `precision_ahead` says that the run was not in the precision that `args`
+    name.
     """
 
     iteration: int | None = None
@@ -45,6 +46,12 @@ class CarriedRun:
     objects: Mapping[str, object] = field(default_factory=dict)
     args: Mapping[str, object] = field(default_factory=dict)
     left: tuple[str, ...] = ()
+    precision_ahead: bool = False
+
+    @property
+    def entry(self) -> Mapping[str, object]:
+        """What our entry in the common data says of it."""
+        return {AHEAD: True} if self.precision_ahead else {}
 
 
 NO_RUN = CarriedRun()

@@ -21,7 +21,7 @@ from precisionctl.checkpoints.base import WITH_REFERENCE, Companions, Hints, Rea
 from precisionctl.checkpoints.chunks import Chunk, Chunked
 from precisionctl.checkpoints.hf_directory.companions import is_tokenizer, needed_hints, read_companions
 from precisionctl.checkpoints.megatron.fp8_state import ExpertPayloads, as_states, decode_payloads
-from precisionctl.checkpoints.megatron.keys import BRIDGE_TOKENIZER, COMPANIONS, VERL, VERL_COMPANIONS
+from precisionctl.checkpoints.megatron.keys import AHEAD, BRIDGE_TOKENIZER, COMPANIONS, OURS, VERL, VERL_COMPANIONS
 from precisionctl.checkpoints.megatron.payloads import SavedPayload
 from precisionctl.checkpoints.megatron.towers import stored_towers
 from precisionctl.checkpoints.torch_files.torch_zip import Span
@@ -161,6 +161,13 @@ class MegatronReader(ABC):
     @abstractmethod
     def iteration(self) -> int | None:
         """The training step; None for a `release`, weights that belong to no run, and where nothing says it."""
+
+    @property
+    def trained_as_args(self) -> bool:
+        """Whether a run wrote it in the precision that its arguments name: not of a `release` or before the first step,
+        nor where `convert` wrote the arguments of a run to come."""
+        ours = self.common.get(OURS)
+        return bool(self.iteration) and not (isinstance(ours, dict) and ours.get(AHEAD) is True)
 
     @property
     @abstractmethod

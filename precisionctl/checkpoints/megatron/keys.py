@@ -42,6 +42,9 @@ VERL, VERL_COMPANIONS = "dist_ckpt", "huggingface"
 OURS = "precisionctl"
 """Key of our entry in the common data, which Megatron ignores."""
 
+AHEAD = "precision_ahead"
+"""Key in that entry: the precision in Megatron's arguments is that of a run to come, and not of the one before."""
+
 PARAMETER_STATE = re.compile(
     r"optimizer\.state\.(?:module\.)*(exp_avg|exp_avg_sq|momentum_buffer|fp32_param|param)\.(.+)"
 )

@@ -96,7 +96,7 @@ class TorchDistWriter:
         if describes(self.model) and not own_provider:
             write_run_config(self.directory, self._args, self.model)
         args = self._args | (fp8_args(payloads) if payloads else {})
-        ours = origin_entry(payloads) if payloads else {}
+        ours = {**self._run.entry, **(origin_entry(payloads) if payloads else {})}
         # Since 0.13 Megatron derives from these which keys to load
         content: dict[str, object] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
         if self._by_layer:

@@ -214,8 +214,8 @@ class LegacyWriter:
             "iteration": self._run.iteration or 0,
             "num_floating_point_operations_so_far": 0,
         }
-        if fp8:
-            content[OURS] = origin_entry(fp8)
+        if ours := {**self._run.entry, **(origin_entry(fp8) if fp8 else {})}:
+            content[OURS] = ours
         content |= {key: value for key, value in self._run.common.items() if key != "optimizer"}
         if ranks.optimizer:
             settings = self._run.common.get("optimizer")
