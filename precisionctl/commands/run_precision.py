@@ -3,7 +3,7 @@ Megatron's in its arguments, and one in delayed scaling in its FP8 state too."""
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from precisionctl.conversion.known_state import KnownState
 from precisionctl.errors import DamagedCheckpoint, RecipeError
 from precisionctl.megatron_flags import keys_of
 from precisionctl.precision import Precision
-from precisionctl.recipe import recipe_of
+from precisionctl.recipe import flat, recipe_of
 
 _OF_ONE_RUN = ("precision.fp8", "precision.schedule")
 """Keys that another run does not take over: a command says the first, the second has shares of the run's own steps."""
@@ -68,6 +68,13 @@ def precision_to_continue(reader: Reader, known: KnownState, *, state_given: boo
     if before and delayed:
         return _made({**before.keys, **keys}, f"{before.said_by} and the FP8 state")
     return _made(keys, "the FP8 state")
+
+
+def settings_notes(before: RunPrecision, plain: Precision, taken: Precision) -> tuple[str, ...]:
+    """A note on the settings of `taken`, from the run before, that differ from those of a `plain` precision, if any."""
+    others, own = (flat({"precision": asdict(each)}) for each in (plain, taken))
+    differing = ", ".join(f"{key} {value}" for key, value in own.items() if value != others[key])
+    return (f"{taken.codes} settings from {before.said_by}: {differing}; --recipe gives others",) if differing else ()
 
 
 def _made(keys: Mapping[str, Any], said_by: str, folder: Path | None = None) -> RunPrecision:

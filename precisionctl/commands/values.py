@@ -1,6 +1,7 @@
 """Results whose weights are values, with the FP8 state that goes along."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,7 +31,13 @@ from precisionctl.commands.notes import (
     tower_notes,
 )
 from precisionctl.commands.request import numerics
-from precisionctl.commands.run_precision import RunPrecision, precision_if_known, precision_of_run
+from precisionctl.commands.run_precision import (
+    RunPrecision,
+    precision_if_known,
+    precision_of_run,
+    precision_to_continue,
+    settings_notes,
+)
 from precisionctl.commands.source import Source, with_masters
 from precisionctl.commands.source_notes import decoded_base_notes, source_notes
 from precisionctl.commands.storage import DCP, TORCH, TORCHTITAN, Storage
@@ -41,7 +48,7 @@ from precisionctl.fp8.carry import amax_by_module, carry_state
 from precisionctl.fp8.state import Fp8States
 from precisionctl.megatron_flags import stateless_words, words_of_bf16
 from precisionctl.planning.plan import check_fp8_gemms
-from precisionctl.precision import Precision
+from precisionctl.precision import PRESETS, Precision
 
 
 def as_values(source: Source) -> Result:
@@ -55,20 +62,20 @@ def as_values(source: Source) -> Result:
     fixed = None if request.drop_fp8_state else source.state_of_fixed_scales
     state = known.current or (fixed if in_fp8 else None)
     sidecar = known.current or fixed or known.outdated  # what is carried along, from which no run starts
+    keeps = request.precision == "keep" and not (state and state.of_gemms)
+    before, not_known = _stateless_before(source) if keeps else (_to_continue(source), ())
+    recipe = before.precision if before else request.recipe  # the two are never both there
+    stateless = recipe if recipe and not recipe.keeps_state else None
     if in_fp8:
-        check_fp8_gemms(plan, numerics(request.recipe, plan.model))
+        check_fp8_gemms(plan, numerics(recipe, plan.model))
     run = NO_RUN
     if source.trained and of_megatron(source.trained):  # rank files have no place for the states of generators
         run = carry_run(source.trained, storage.parallelism, generators=storage.container != TORCH)
     elif source.trained and of_trainer(source.trained):
         run = carry_trainer_run(source.trained, storage.parallelism)
-    live = request.fills_extra_state and (in_fp8 or state is not None)
-    keeps = request.precision == "keep" and not (state and state.of_gemms)
-    before, not_known = _stateless_before(source) if keeps else (None, ())
-    asked = request.recipe if request.recipe and request.recipe.scaling != "delayed" else None
+    live = request.fills_extra_state and (stateless is None if in_fp8 else state is not None)
     if storage.layout == "megatron":  # the Writer adds the words of `state`
         off = {} if keeps else words_of_bf16(run.args)
-        stateless = before.precision if before else asked
         run = replace(
             run,
             args={**run.args, **off, **(stateless_words(stateless) if stateless else {})},
@@ -79,15 +86,17 @@ def as_values(source: Source) -> Result:
         expert_ranks = storage.parallelism.expert
     notes = [
         *_notes(source, run),
-        *(_stateless_notes(asked) if asked else ()),
-        *_unsaid_notes(storage, before, asked),
+        *(settings_notes(before, PRESETS["fp8-delayed"], before.precision) if in_fp8 and before else ()),
+        *(_stateless_notes(stateless) if in_fp8 and stateless else ()),
+        *_unsaid_notes(storage, before, recipe),
         *not_known,
         *(state.notes if state else ()),
         *(payload_notes(storage.te_version, expert_ranks) if live else ()),
         *known_state_notes(known, carried=sidecar is known.outdated and not live),
         *(code_notes(encodings) if reader.encodings and encodings else decoded_notes(reader)),
     ]
-    return Result(plan, notes, partial(_live_state, source, state) if live else sidecar, live, run, encodings)
+    states = partial(_live_state, source, state, recipe) if live else sidecar
+    return Result(plan, notes, states, live, run, encodings)
 
 
 def _check_come_back(encodings: WeightEncodings, source: Source) -> None:
@@ -169,36 +178,51 @@ def _master_notes(source: Source) -> Iterator[str]:
         yield "FP32 masters, if the optimizer has any, stay behind with it: the weights are the stored ones, as FP32."
 
 
+def _to_continue(source: Source) -> RunPrecision | None:
+    """The precision of the run that wrote the source, in which a result for training in FP8 goes on, as `resume` would;
+    None of other results, and if a recipe gives another. Raises as `precision_of_run`."""
+    request = source.request
+    if request.precision != "fp8" or request.recipe:
+        return None
+    with _advised():
+        return precision_to_continue(source.reader, source.known, state_given=request.fp8_state is not None)
+
+
+@contextmanager
+def _advised() -> Iterator[None]:
+    """A context in which words of a run that are not known here are refused with advice."""
+    try:
+        yield
+    except (DamagedCheckpoint, RecipeError) as error:
+        do = "--precision bf16 leaves the run's precision out."
+        raise type(error)(error.what, where=error.where, do=do) from None
+
+
 def _stateless_before(source: Source) -> tuple[RunPrecision | None, tuple[str, ...]]:
     """The precision of the run that wrote the source, if that keeps no state, else None; and a note where that run, of
     another version perhaps, says it in words not known here. Raises for those where the result takes the precision."""
     not_known: tuple[str, ...] = ()
     if source.request.storage.layout == "megatron":
-        try:
+        with _advised():
             before = precision_of_run(source.reader)
-        except (DamagedCheckpoint, RecipeError) as error:
-            do = "--precision bf16 leaves the run's precision out."
-            raise type(error)(error.what, where=error.where, do=do) from None
     else:
         before, not_known = precision_if_known(source.reader)
     return (None if before is None or before.precision.keeps_state else before), not_known
 
 
-def _unsaid_notes(storage: Storage, before: RunPrecision | None, asked: Precision | None) -> Iterator[str]:
-    """What a result does not say of the precision, without state, of the run before it or of the recipe that was
-    asked for."""
-    stateless = before.precision if before else asked
-    if stateless is None:
+def _unsaid_notes(storage: Storage, before: RunPrecision | None, recipe: Precision | None) -> Iterator[str]:
+    """What a result does not say of its `recipe`: that of the run before it, or the one that was asked for."""
+    if recipe is None:
         return
     if before and storage.layout == "hf":
-        words, option = scaling_words(stateless.scaling), f"`resume --precision {stateless.option} --recipe ...`"
+        words, option = scaling_words(recipe.scaling), f"`resume --precision {recipe.option} --recipe ...`"
         if before.trained:
             yield f"The run was in {words}, and this result has no place for that: to go on alike, {option}."
         else:
-            yield f"By {before.said_by} a run goes on in {words}, and this result has no place for that: {option} does so."
+            yield f"A run goes on in {words}, by {before.said_by}, and this result has no place for that: {option}."
         return
-    unsaid = ["precision.keep_bf16 " + ", ".join(stateless.keep_bf16)] * bool(stateless.keep_bf16)
-    unsaid += ["precision.block.use_f32_scales"] * stateless.f32_block_scales
+    unsaid = ["precision.keep_bf16 " + ", ".join(recipe.keep_bf16)] * bool(recipe.keep_bf16)
+    unsaid += ["precision.block.use_f32_scales"] * recipe.f32_block_scales
     if unsaid:
         yield f"Megatron has no arguments for {' and '.join(unsaid)}: `resume --set` gives them again."
 
@@ -213,16 +237,17 @@ def _stateless_notes(recipe: Precision) -> Iterator[str]:
 
 
 def _live_state(
-    source: Source, state: Fp8States | None, weight_amax: Mapping[str, float]
+    source: Source, state: Fp8States | None, recipe: Precision | None, weight_amax: Mapping[str, float]
 ) -> tuple[Fp8States, Sequence[str]]:
     """The state that a run will load, once the amaxes of weights are known: for the modules that carry state or, if the
     result is for training in FP8, for every FP8 GEMM of the recipe."""
     request, reader, gemms = source.request, source.reader, source.plan.gemms
     wanted: Callable[[str], bool] = (state.modules if state else {}).__contains__
     if request.precision == "fp8":
-        wanted = numerics(request.recipe, source.plan.model).in_fp8
+        wanted = numerics(recipe, source.plan.model).in_fp8
     amax = amax_by_module(weight_amax, {module: shape for module, shape in gemms.items() if wanted(module)})
-    change = carry_state(state, amax, request.recipe.delayed if request.recipe else None)
+    keeps_own = state is not None and request.recipe is None
+    change = carry_state(state, amax, recipe.delayed if recipe and not keeps_own else None)
     states = change.states
     if change.stale and not (reader.fp8 and reader.fp8.of_weights):  # nothing proves that the rest is valid
         states = replace(states, of_weights=NOT_KNOWN)

@@ -3,7 +3,7 @@
 differs.
 """
 
-from precisionctl.recipe.load import bundled_recipes, find_recipe, load_recipe, read_override, recipe_of
+from precisionctl.recipe.load import bundled_recipes, find_recipe, flat, load_recipe, read_override, recipe_of
 from precisionctl.recipe.sections import (
     MUON_KEYS,
     Data,
@@ -32,6 +32,7 @@ __all__ = [
     "Train",
     "bundled_recipes",
     "find_recipe",
+    "flat",
     "load_recipe",
     "read_override",
     "recipe_of",

@@ -71,6 +71,14 @@ def recipe_of(keys: Mapping[str, Any], where: Path) -> Recipe:
     return _make(Recipe, table, prefix="", where=where)
 
 
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, with keys joined by dots."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
+
+
 def _read(file: Path, above: tuple[Path, ...] = ()) -> TomlTable:
     """A file's table merged over that of its base. `above` are the files that have led here."""
     try:

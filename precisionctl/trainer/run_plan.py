@@ -2,13 +2,13 @@
 data and tensors are read. `resume` begins with it, and `--dry-run` ends here."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.commands.hints import open_hinted
-from precisionctl.commands.run_precision import precision_to_continue
+from precisionctl.commands.run_precision import precision_to_continue, settings_notes
 from precisionctl.conversion.known_state import KnownState, known_state
 from precisionctl.errors import RecipeError
 from precisionctl.model.model_shape import ModelShape
@@ -193,10 +193,7 @@ def _as_before(settings: Settings, recipe: Recipe, source: Reader, known: KnownS
     made = read_recipe(settings, before.keys)
     if made.precision.scaling != before.precision.scaling:
         return recipe, ()
-    plain, taken = (run_folder.flat({"precision": asdict(each.precision)}) for each in (recipe, made))
-    differing = [f"{key} {value}" for key, value in taken.items() if value != plain[key]]
-    said = f"{made.precision.codes} settings from {before.said_by}: {', '.join(differing)}; --recipe gives others"
-    return made, (said,) if differing else ()
+    return made, settings_notes(before, recipe.precision, made.precision)
 
 
 GRAPH_ROW = 128

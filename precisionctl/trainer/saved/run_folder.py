@@ -19,7 +19,7 @@ from precisionctl.checkpoints.run_file import identity_of_run, read_run_file
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import DamagedCheckpoint, OutputError, damage
 from precisionctl.fp8 import sidecar
-from precisionctl.recipe import MUON_KEYS, GuardSettings, ParallelSettings, Recipe, Tracking, Train, recipe_of
+from precisionctl.recipe import MUON_KEYS, GuardSettings, ParallelSettings, Recipe, Tracking, Train, flat, recipe_of
 from precisionctl.trainer.measure.json_numbers import nan_for_null, to_json_numbers
 from precisionctl.trainer.model.router_balance import Balance
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
@@ -111,14 +111,6 @@ def identity(source: Reader, data: str, recipe: Recipe, **start: object) -> dict
     if recipe.schedule.kind == "constant" and not recipe.precision.schedule:
         del keys["train.steps"]  # no learning rate and no precision depends on it, so such a run may be extended
     return {"source": hashlib.sha256(json.dumps(stats).encode()).hexdigest(), "data": data, **start, **keys}
-
-
-def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one, with keys joined by dots."""
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
 
 
 def check_place(out: Path, checkpoint: Path) -> None:

@@ -295,11 +295,36 @@ def test_words_of_a_run_that_are_not_known_here_stop_only_what_takes_them(
 
 
 def test_a_result_in_another_precision_than_the_run_says_nothing_of_the_run_s(in_fp4: Path, tmp_path: Path) -> None:
-    for precision in ("bf16", "fp8"):
-        made = convert(in_fp4, tmp_path / precision, "megatron", precision)
+    for precision, recipe in (("bf16", None), ("fp8", PRESETS["fp8-delayed"])):
+        made = convert(in_fp4, tmp_path / precision, "megatron", precision, recipe=recipe)
         assert not any("has no arguments" in note or "The run was" in note for note in made.notes)
         found = precision_of_run(open_checkpoint(tmp_path / precision))
         assert found is None if precision == "bf16" else found and found.precision.keeps_state
+
+
+def test_a_result_for_fp8_goes_on_as_the_run_did_unless_a_recipe_is_given(
+    place: Path, in_fp4: Path, tmp_path: Path
+) -> None:
+    """As `resume` does, with the same note."""
+    for source in (in_fp4, place / "block"):
+        made = convert(source, tmp_path / source.name, "megatron", "fp8")
+        found, before = (precision_of_run(open_checkpoint(each)) for each in (tmp_path / source.name, source))
+        assert found is not None and before is not None and open_checkpoint(tmp_path / source.name).fp8 is None
+        unsaid = {"keep_bf16": (), "delayed": DelayedScaling()}  # for the first there is a note, the second is not used
+        assert found.precision == replace(before.precision, **unsaid) and found.trained
+        assert any("keeps no state, so the weights are those of --precision bf16" in note for note in made.notes)
+        said = (
+            f"{found.precision.codes} settings from precisionctl/run.json: precision.scaling {found.precision.scaling}"
+        )
+        (note,) = [note for note in made.notes if note.startswith(said)]
+        assert ("precision.num_layers_at_end_in_bf16 1" in note) is (source == in_fp4)
+
+
+def test_new_state_is_under_the_settings_of_the_run_before(place: Path, tmp_path: Path) -> None:
+    convert(place / "delayed", tmp_path / "delayed", "megatron", "fp8", drop_fp8_state=True)
+    states = open_checkpoint(tmp_path / "delayed").fp8
+    assert states is not None
+    assert states.recipe == DelayedScaling(1, amax_history_len=4, amax_compute_algo="most_recent")
 
 
 @pytest.mark.parametrize("source", ["source", "delayed", "nvfp4"])
@@ -354,7 +379,8 @@ def test_another_precision_takes_megatron_s_out_of_its_arguments(
         assert of_megatron(reader) and not reader.args["first_last_layers_bf16"]
         assert [reader.args[name] for name in ("fp8", "fp4") if name in reader.args] == [None]
         assert precision_of_run(reader) is None
-    convert(before, tmp_path / "fp8", "megatron", "fp8", container=container)  # with new state of delayed scaling
+    of_delayed = PRESETS["fp8-delayed"]
+    convert(before, tmp_path / "fp8", "megatron", "fp8", container=container, recipe=of_delayed)  # with new state
     found = precision_of_run(open_checkpoint(tmp_path / "fp8"))
     assert found is not None and found.precision.keeps_state
 
