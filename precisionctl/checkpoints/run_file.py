@@ -24,11 +24,23 @@ def read_run_file(iteration: Path) -> dict[str, Any] | None:
         raise DamagedCheckpoint(f"not what a run writes: {error}", where=file) from None
     if not (isinstance(said, dict) and isinstance(said.get("identity"), dict)):
         raise DamagedCheckpoint("not what a run writes: it does not say which run it is", where=file)
+    if not isinstance(said.get("fp8"), bool | None):
+        raise DamagedCheckpoint("not what a run writes: `fp8` is no true or false", where=file)
     return said
 
 
 def identity_of_run(reader: Reader) -> Mapping[str, Any] | None:
     """The settings of the run of ours that wrote a checkpoint, by name; None if another program wrote it, or if it was
     converted since. Raises as `read_run_file`."""
-    said = read_run_file(reader.path) if isinstance(reader, TorchDistReader) else None
+    said = _said(reader)
     return None if said is None else said["identity"]
+
+
+def ended_in_bf16(reader: Reader) -> bool:
+    """Whether a run of ours computed the checkpoint's last step in BF16. Raises as `read_run_file`."""
+    said = _said(reader)
+    return said is not None and said.get("fp8") is False
+
+
+def _said(reader: Reader) -> dict[str, Any] | None:
+    return read_run_file(reader.path) if isinstance(reader, TorchDistReader) else None

@@ -11,7 +11,7 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron.arguments import recipe_words
 from precisionctl.checkpoints.megatron.directory import of_megatron
 from precisionctl.checkpoints.megatron.keys import RUN_FILE
-from precisionctl.checkpoints.run_file import identity_of_run
+from precisionctl.checkpoints.run_file import ended_in_bf16, identity_of_run
 from precisionctl.conversion.known_state import KnownState
 from precisionctl.errors import DamagedCheckpoint, RecipeError
 from precisionctl.megatron_flags import keys_of
@@ -25,7 +25,7 @@ _OF_ONE_RUN = ("precision.fp8", "precision.schedule")
 @dataclass(frozen=True)
 class RunPrecision:
     """The recipe keys (`precision.scaling`) that are known of an FP8 run, the precision that they make, and what says
-    them. A run goes on in it from the checkpoint; `trained` is whether the one before had come to be in it."""
+    them. A run goes on in it from the checkpoint; `trained` is whether the last step of the one before was in it."""
 
     keys: Mapping[str, Any]
     precision: Precision
@@ -41,7 +41,8 @@ def precision_of_run(reader: Reader) -> RunPrecision | None:
         keys = {key: value for key, value in identity.items() if key.startswith("precision.")}
         if not keys.get("precision.fp8"):
             return None
-        return _made({key: value for key, value in keys.items() if key not in _OF_ONE_RUN}, str(RUN_FILE), reader.path)
+        keys = {key: value for key, value in keys.items() if key not in _OF_ONE_RUN}
+        return replace(_made(keys, str(RUN_FILE), reader.path), trained=not ended_in_bf16(reader))
     if of_megatron(reader) and (given := keys_of(reader.args)):
         with suppress(RecipeError):
             return replace(_made(given, "Megatron's arguments"), trained=reader.trained_as_args)

@@ -223,6 +223,7 @@ def _unsaid_notes(storage: Storage, before: RunPrecision | None, recipe: Precisi
         return
     unsaid = ["precision.keep_bf16 " + ", ".join(recipe.keep_bf16)] * bool(recipe.keep_bf16)
     unsaid += ["precision.block.use_f32_scales"] * recipe.f32_block_scales
+    unsaid += ["precision.schedule"] * bool(recipe.schedule)
     if unsaid:
         yield f"Megatron has no arguments for {' and '.join(unsaid)}: `resume --set` gives them again."
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceTensors
 from precisionctl.checkpoints.module import LiveModel
+from precisionctl.checkpoints.run_file import ended_in_bf16
 from precisionctl.codes import numerics
 from precisionctl.codes.statistics import scaling_words
 from precisionctl.conversion.convert import convert
@@ -36,7 +37,7 @@ from precisionctl.quant_methods.caches import caches_in_fp8
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.undrawn import Undrawn
-from precisionctl.trainer.saved.run_folder import ended_in_bf16, recipe_of_run
+from precisionctl.trainer.saved.run_folder import recipe_of_run
 
 
 def load(reader: Reader, device: torch.device | str = "cpu", *, plain: bool = False) -> tuple[GPT, str]:

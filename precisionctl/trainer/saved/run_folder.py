@@ -187,8 +187,6 @@ def read_saved(iteration: Path) -> Saved | None:
     if saved.balance is not None:
         with damage("not what a run writes: what balances its experts", file):
             Balance(**saved.balance)
-    if not isinstance(saved.fp8, bool | None):
-        raise DamagedCheckpoint("not what a run writes: `fp8` is no true or false", where=file)
     if "data" not in saved.identity:
         raise DamagedCheckpoint("not what a run writes: it does not say on which data", where=file)
     return saved
@@ -205,12 +203,6 @@ def settings_of(out: Path) -> Mapping[str, Any]:
     steps = _iterations(out, "")
     saved = read_saved(steps[max(steps)]) if steps else None
     return {} if saved is None else saved.identity
-
-
-def ended_in_bf16(reader: Reader) -> bool:
-    """Whether a run of ours computed the checkpoint's last step in BF16. Raises DamagedCheckpoint as `read_saved`."""
-    saved = saved_of(reader)
-    return saved is not None and saved.fp8 is False
 
 
 def recipe_of_run(reader: Reader) -> Recipe | None:

@@ -23,7 +23,7 @@ from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import DelayedScaling
 from precisionctl.launch.base import LaunchSource
 from precisionctl.megatron_flags import keys_of
-from precisionctl.precision import PRESETS, BlockScaling, Precision
+from precisionctl.precision import PRESETS, BlockScaling, Phase, Precision
 from precisionctl.reports.inspect import describe, tables
 from precisionctl.trainer.resume import Settings, Started
 from precisionctl.trainer.run_plan import dry_run
@@ -271,6 +271,31 @@ def test_an_export_of_a_run_is_in_its_precision(place: Path, in_fp4: Path, tmp_p
     assert any("that the run kept in BF16, e.g. `decoder.layers." in note for note in notes), "its last layer"
     notes = plan_command(Request.export(place / "delayed", tmp_path / "export", "vllm")).notes
     assert not any("The run was" in note or "the run was" in note for note in notes)
+
+
+@pytest.mark.parametrize("last", ["true", "false"])
+def test_a_run_with_phases_was_in_the_precision_of_its_last_step(place: Path, tmp_path: Path, last: str) -> None:
+    first = "false" if last == "true" else "true"
+    phases = f"[{{until = 0.5, fp8 = {first}}}, {{fp8 = {last}}}]"
+    given = {"precision__scaling": "block", "precision__schedule": phases, "train__steps": 2}
+    run(settings(place / "source", place / "text.txt", tmp_path / "run", "fp8", **given))
+    source, said = tmp_path / "run", "un was in FP8 with 128-block scaling"
+    convert(source, tmp_path / "kept", "megatron")
+    for each in (source, tmp_path / "kept"):
+        exported = plan_command(Request.export(each, tmp_path / "export", "vllm", keep_misfits=True))
+        converted = plan_command(Request(each, tmp_path / "hf", "hf"))
+        for command in (exported, converted):
+            assert any(said in note for note in command.notes) is (last == "true")
+
+
+@pytest.mark.parametrize("recipe", ["fp8-block", "fp8-delayed"])
+def test_phases_of_a_recipe_are_named_as_what_megatron_has_no_argument_for(
+    place: Path, tmp_path: Path, recipe: str
+) -> None:
+    with_phases = replace(PRESETS[recipe], schedule=(Phase(0.5), Phase(fp8=False)))
+    request = Request(place / "source", tmp_path / "made", "megatron", "fp8", recipe=with_phases)
+    said = "Megatron has no arguments for precision.schedule: `resume --set` gives them again."
+    assert said in plan_command(request).notes
 
 
 @pytest.mark.parametrize("said", [{"precision.nvfp4.new_key": 1}, {"precision.scaling": "fp2"}], ids=str)
