@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from precisionctl.errors import RecipeError
+from precisionctl.errors import RecipeError, shown
 
 if TYPE_CHECKING:  # `--help` needs the flags, and importing torch would make it slow
     from precisionctl.precision import Precision
@@ -97,6 +97,17 @@ def as_overrides(given: Mapping[str, object], first_last: bool, precision: str |
     known = {flag.name: flag for flag in FLAGS}
     return tuple(
         f"{key}={known[name].words.get(str(value), value)}" for name, value in given.items() for key in known[name].keys
+    )
+
+
+def coded_words(args: Mapping[str, Any]) -> tuple[str, ...]:
+    """The arguments by which a run was in FP8 or FP4, with values that `keys_of` may not know; none of one in BF16."""
+    return tuple(
+        f"{flag.argument} {shown(args[flag.argument])}"
+        for flags in (_OF_FP8, _OF_FP4)
+        if args.get(flags[0].argument) is not None
+        for flag in flags
+        if args.get(flag.argument) is not None
     )
 
 

@@ -149,9 +149,16 @@ class _EngineCodes:
             recordable=lambda fixed: self._misfits(jobs, self._format(fixed, "")).left() if source.states else jobs,
             are_codes=bool(source.reader.encodings),
         )
-        if self._schemes_of_run and scheme not in of_run:
+        if self._run and not self._run.keeps_state and scheme not in of_run:
             why += f". The run was in {run}"
-            why += f": --scheme {of_run[0]}" if of_run else f", which {engine.title} does not take of this model"
+            if not self._schemes_of_run:
+                why += ", whose numbers no scheme has"
+            elif not of_run:
+                why += f", which {engine.title} does not take of this model"
+            elif SCHEMES[of_run[0]].fixed_inputs:
+                why += f": with what `precisionctl calibrate` records, as --fp8-state, --scheme {of_run[0]}"
+            else:
+                why += f": --scheme {of_run[0]}"
         if source.encodings_now and (own := kept_in_four_bits(engine, source.encodings_now)):
             codes = FOUR_BITS[own]
             why += f". The weights are {codes} codes, and four bits are written only if you ask: --scheme {own}"

@@ -14,7 +14,7 @@ from precisionctl.checkpoints.megatron.keys import RUN_FILE
 from precisionctl.checkpoints.run_file import ended_in_bf16, identity_of_run
 from precisionctl.conversion.known_state import KnownState
 from precisionctl.errors import DamagedCheckpoint, RecipeError
-from precisionctl.megatron_flags import keys_of
+from precisionctl.megatron_flags import coded_words, keys_of
 from precisionctl.precision import Precision
 from precisionctl.recipe import flat, recipe_of
 
@@ -53,9 +53,19 @@ def precision_if_known(reader: Reader) -> tuple[RunPrecision | None, tuple[str, 
     """As `precision_of_run`, for what can do without it; and a note where the run says it in words not known here, as
     one of another version may."""
     try:
-        return precision_of_run(reader), ()
+        run = precision_of_run(reader)
     except (DamagedCheckpoint, RecipeError) as error:
         return None, (f"What precision the run was in is not known: {error.what}.",)
+    return run, () if run else unknown_arguments(reader)
+
+
+def unknown_arguments(reader: Reader) -> tuple[str, ...]:
+    """A note where Megatron's arguments say FP8 or FP4 of a run of which `precision_of_run` makes nothing."""
+    if not of_megatron(reader) or identity_of_run(reader) is not None:
+        return ()
+    said = ", ".join(coded_words(reader.args))
+    what = f"What precision the run was in is not known: no recipe can be made of Megatron's arguments {said}."
+    return (what,) if said else ()
 
 
 def precision_to_continue(reader: Reader, known: KnownState, *, state_given: bool) -> RunPrecision | None:

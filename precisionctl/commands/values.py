@@ -232,8 +232,7 @@ def _stateless_notes(recipe: Precision) -> Iterator[str]:
     """What becomes of a recipe without state, which changes no tensor of a checkpoint for training."""
     yield (
         f"{scaling_words(recipe.scaling)} keeps no state, so the weights are those of --precision bf16. Megatron's "
-        f"arguments in the result say the recipe: `resume --precision {recipe.option}` goes on in it, and "
-        "`launch-args` prints its flags."
+        f"arguments in the result say the recipe: `resume --precision {recipe.option}` goes on in it."
     )
 
 

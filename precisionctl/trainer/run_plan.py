@@ -8,7 +8,7 @@ from typing import Any
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.commands.hints import open_hinted
-from precisionctl.commands.run_precision import precision_to_continue, settings_notes
+from precisionctl.commands.run_precision import precision_to_continue, settings_notes, unknown_arguments
 from precisionctl.conversion.known_state import KnownState, known_state
 from precisionctl.errors import RecipeError
 from precisionctl.model.model_shape import ModelShape
@@ -186,7 +186,9 @@ def _as_before(settings: Settings, recipe: Recipe, source: Reader, known: KnownS
     if settings.recipe is not None or not (recipe.precision.fp8 or settings.collect_amax):
         return recipe, ()
     before = precision_to_continue(source, known, state_given=settings.fp8_state is not None)
-    if before is None or (settings.collect_amax and not before.precision.keeps_state):
+    if before is None:
+        return recipe, unknown_arguments(source)
+    if settings.collect_amax and not before.precision.keeps_state:
         return recipe, ()
     if before.precision.codes != recipe.precision.codes:
         return recipe, ()

@@ -59,11 +59,16 @@ def chosen(source: Path, target: str = "vllm", **options: Any) -> str:
     ("args", "target", "scheme", "said"),
     [
         (NVFP4, "vllm", "nvfp4a16", "the run was in NVFP4, and the checkpoint has no FP8 state"),
-        (NVFP4, "tensorrt-llm", "dynamic", ". The run was in NVFP4: --scheme nvfp4."),
+        (
+            NVFP4,
+            "tensorrt-llm",
+            "dynamic",
+            ". The run was in NVFP4: with what `precisionctl calibrate` records, as --fp8-state, --scheme nvfp4.",
+        ),
         (BLOCK, "vllm", "block", "the run was in FP8 with 128-block scaling."),
         (BLOCK, "transformers", "block", "the run was in FP8 with 128-block scaling."),
         (MXFP8, "vllm", "mxfp8", "the run was in FP8 with MXFP8 scaling."),
-        (CURRENT, "vllm", "dynamic", "the checkpoint has no FP8 state"),
+        (CURRENT, "vllm", "dynamic", ". The run was in FP8 with current scaling, whose numbers no scheme has."),
         ({}, "vllm", "dynamic", "the checkpoint has no FP8 state"),
     ],
 )
@@ -72,7 +77,16 @@ def test_the_scheme_is_that_in_which_the_run_computed(
 ) -> None:
     note = chosen(of_run(place, tmp_path / "run", **args), target)
     assert note.startswith(f"Scheme {scheme}: ") and said in note
-    assert ("The run was in" in note) is (scheme == "dynamic" and args == NVFP4)
+    assert ("The run was in" in note) is (scheme == "dynamic" and bool(args))
+
+
+@pytest.mark.parametrize("args", [{"fp8": "hybrid", "fp8_recipe": "custom"}, {"fp8": "hybrid", "fp4": "e2m1"}], ids=str)
+def test_arguments_of_which_no_recipe_can_be_made_are_told(place: Path, tmp_path: Path, args: dict[str, Any]) -> None:
+    source = of_run(place, tmp_path / "run", **args)
+    said = "What precision the run was in is not known: no recipe can be made of Megatron's arguments fp8 "
+    for request in (Request.export(source, tmp_path / "out", "vllm"), Request(source, tmp_path / "out", "hf")):
+        (note,) = [note for note in plan_command(request).notes if note.startswith(said)]
+        assert all(word in note for word in args.values())
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,10 @@ def test_arguments_of_which_no_recipe_can_be_made_are_left_alone(place: Path, tm
     shutil.copytree(place / "megatron", tmp_path / "megatron")
     change_args(tmp_path / "megatron" / "release", fp8="hybrid", fp8_recipe="delayed", fp8_margin=10**6)
     assert describe(open_checkpoint(tmp_path / "megatron"))["run"] is None
-    assert dry_run(asked(tmp_path / "megatron", place, tmp_path / "run")).plan.recipe.precision == Precision(fp8=True)
+    planned = dry_run(asked(tmp_path / "megatron", place, tmp_path / "run")).plan
+    assert planned.recipe.precision == Precision(fp8=True)
+    (note,) = planned.precision_notes
+    assert note.startswith("What precision the run was in is not known: ") and "fp8_margin 1000000" in note
 
 
 @pytest.fixture(scope="module")
@@ -381,7 +384,7 @@ def test_a_recipe_without_state_is_in_megatron_s_arguments_from_which_a_run_goes
     resumed = asked(tmp_path / "made", place, tmp_path / "run", recipe.option)
     assert dry_run(resumed).plan.recipe.precision == said
     (note,) = [note for note in notes if "keeps no state" in note]
-    assert f"`resume --precision {recipe.option}` goes on in it" in note
+    assert f"`resume --precision {recipe.option}` goes on in it" in note and "launch-args" not in note
     assert any(note.startswith(unsaid) for note in notes) is bool(recipe.keep_bf16)
     convert(tmp_path / "made", tmp_path / "bf16", "megatron", "bf16")
     assert precision_of_run(open_checkpoint(tmp_path / "bf16")) is None
