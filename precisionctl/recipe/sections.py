@@ -19,6 +19,8 @@ ABOVE_0: Bounds = ("above 0 and finite", lambda value: 0 < value < math.inf)
 FROM_0: Bounds = ("0 or above, and finite", lambda value: 0 <= value < math.inf)
 BELOW_1: Bounds = ("from 0 to below 1", lambda value: 0 <= value < 1)
 SHARE: Bounds = ("from 0 to 1", lambda value: 0 <= value <= 1)
+NS_STEPS: Bounds = ("from 1 to 99", lambda value: 1 <= value < 100)
+"""Newton-Schulz steps: torch.optim.Muon takes below 100 (torch/optim/_muon.py), and each makes an update longer."""
 SEED: Bounds = ("from 0 to 4294967295", lambda value: 0 <= value < 2**32)
 
 
@@ -145,7 +147,7 @@ class Optimizer:
     def __post_init__(self) -> None:
         _require("optimizer", self, lr=FROM_0, beta1=BELOW_1, beta2=BELOW_1)
         _require("optimizer", self, epsilon=ABOVE_0, weight_decay=FROM_0, clip_norm=FROM_0)
-        _require("optimizer", self, muon_momentum=BELOW_1, muon_num_ns_steps=ABOVE_0, muon_extra_scale_factor=ABOVE_0)
+        _require("optimizer", self, muon_momentum=BELOW_1, muon_num_ns_steps=NS_STEPS, muon_extra_scale_factor=ABOVE_0)
 
     @property
     def by_muon(self) -> bool:

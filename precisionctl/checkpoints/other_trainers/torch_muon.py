@@ -2,7 +2,7 @@
 alike, so the momentum is the same; torch stores with it how an update is made of it, Megatron leaves that to its
 arguments."""
 
-import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,19 +23,27 @@ def torch_muon(
 ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     """The settings of a group of torch.optim.Muon that makes the updates of Megatron's Muon, and in words what differs.
     `args` are as by `read_muon_args`, and `group` has `lr`, `weight_decay`, `momentum` and perhaps `initial_lr`. Where
-    Megatron has another factor of updates than torch, rates have it. Raises CheckpointError for a scale that torch has
-    not, and DamagedCheckpoint for values that are none."""
+    Megatron has another factor of updates than torch, rates have it. Raises CheckpointError for a scale or a number of
+    steps that torch has not and for rates that become no normal numbers, and DamagedCheckpoint for values that are
+    none."""
     wanted = ("muon_scale_mode", "muon_extra_scale_factor", "muon_nesterov", "muon_num_ns_steps")
     mode, factor, nesterov, steps = (args.get(key) for key in wanted)
     scale = _SCALES.get(mode) if isinstance(mode, str) else None
-    has_factor = isinstance(factor, int | float) and 0 < factor < math.inf
-    if factor is None or not (scale and has_factor and isinstance(nesterov, bool) and is_count(steps)):
+    has_factor = type(factor) in (int, float) and _is_normal(factor)
+    has_steps = is_count(steps) and steps < 100  # more torch refuses (torch/optim/_muon.py)
+    if factor is None or not (scale and has_factor and isinstance(nesterov, bool) and has_steps):
         said = f"a scale of {shown(mode)}, factor {shown(factor)}, Nesterov {shown(nesterov)}, {shown(steps)} steps"
         what = f"torch's Muon does not make the updates that Megatron's arguments say ({said})"
-        raise CheckpointError(f"{what}: it has the scales {' and '.join(_SCALES)}", where=where, do=DROP_OPTIMIZER)
+        has = f"the scales {' and '.join(_SCALES)}, and 99 steps at most"
+        raise CheckpointError(f"{what}: it has {has}", where=where, do=DROP_OPTIMIZER)
     kept, (name, of_torch) = muon_settings([ParameterGroup(group)], where), scale
     times = factor / of_torch
     rates = {key: kept[key] * times for key in ("lr", "initial_lr") if key in kept}
+    rates["weight_decay"] = kept["weight_decay"] / times
+    for key, rate in rates.items():
+        if not _is_normal(rate) and (kept[key] or rate):  # 0 stays 0, and is NaN times infinity
+            what = f"its {key} of {kept[key]:g} would be {rate:g} in torch's Muon, for a factor of {factor:g}"
+            raise CheckpointError(what, where=where, do=DROP_OPTIMIZER)
     notes = []
     if times != 1:
         notes.append(
@@ -50,7 +58,6 @@ def torch_muon(
     settings = {
         **kept,
         **rates,
-        "weight_decay": kept["weight_decay"] / times,
         "nesterov": nesterov,
         "ns_coefficients": _COEFFICIENTS,
         "eps": _EPSILON,
@@ -59,3 +66,8 @@ def torch_muon(
     }
     settings.setdefault("initial_lr", settings["lr"])
     return settings, tuple(notes)
+
+
+def _is_normal(value: float) -> bool:
+    """Whether it is above 0, finite, and a float with all its bits."""
+    return sys.float_info.min <= value <= sys.float_info.max

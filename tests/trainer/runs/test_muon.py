@@ -351,15 +351,33 @@ def test_torchs_muon_is_set_to_make_megatrons_updates(mode: Any, factor: float, 
         {"muon_scale_mode": "unit_rms_norm"},
         {"muon_scale_mode": ["spectral"]},
         {"muon_scale_mode": None},
-        *({"muon_extra_scale_factor": wrong} for wrong in (0.0, float("nan"), float("inf"), "1")),
-        {"muon_num_ns_steps": 2.5},
+        *(
+            {"muon_extra_scale_factor": wrong}
+            for wrong in (0.0, float("nan"), float("inf"), "1", True, 1e-320, 10**400)
+        ),
+        *({"muon_num_ns_steps": wrong} for wrong in (2.5, 100, 10**15)),
     ],
-    ids=str,
+    ids=lambda changes: str(changes)[:40],
 )
 def test_a_muon_that_torchs_cannot_follow_is_refused(changes: dict[str, Any]) -> None:
     args = {key: getattr(Optimizer(), key) for key in MUON_KEYS} | changes
     with pytest.raises(CheckpointError, match=r"torch's Muon does not make the updates .*--drop-optimizer"):
         torch_muon(args, {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}, Path())
+
+
+@pytest.mark.parametrize(
+    ("factor", "lr", "what"),
+    [(1e308, 0.02, "lr of 0.02 would be inf"), (1e-300, 1e-10, "lr of 1e-10 would be"), (1e300, 0.0, "weight_decay")]
+    + [(1e308, 0.0, "lr of 0 would be nan")],
+)
+def test_rates_that_a_factor_makes_no_normal_numbers_are_refused(factor: float, lr: float, what: str) -> None:
+    args = {key: getattr(Optimizer(), key) for key in MUON_KEYS} | {"muon_extra_scale_factor": factor}
+    with pytest.raises(CheckpointError, match=rf"its {what}.*--drop-optimizer"):
+        torch_muon(args, {"lr": lr, "weight_decay": 1e-10, "momentum": 0.9}, Path())
+    settings, _ = torch_muon(
+        args | {"muon_extra_scale_factor": 0.5}, {"lr": 0.0, "weight_decay": 0.0, "momentum": 0.9}, Path()
+    )
+    assert settings["lr"] == settings["weight_decay"] == 0
 
 
 def test_muons_momentum_of_experts_in_one_tensor_has_no_place_in_torchs(tmp_path: Path) -> None:
@@ -416,16 +434,18 @@ def test_settings_in_megatrons_arguments_are_said_whatever_its_version(
     older = {"muon_scale_mode": "shape_scaling", "muon_use_nesterov": True, "clip_grad": 0.25}
     newer = {"muon_scale_mode": "spectral", "muon_nesterov": True, "muon_coefficient_type": "polar_express"}
     broken = {"muon_num_ns_steps": [5], "muon_scale_mode": 3, "muon_extra_scale_factor": -1.0}
+    endless = {"muon_num_ns_steps": 10**15}
     nesterov = "muon_nesterov true, here false (--set optimizer.muon_nesterov=true keeps it)"
     for args, expected in (
         (older, ("muon_scale_mode shape_scaling, here spectral (--set", nesterov, "clip_norm 0.25, here 1 (--set")),
         (newer, ("muon_coefficient_type polar_express, here quintic (no --set keeps it)", nesterov)),
         (broken, ("muon_scale_mode 3, here spectral (no --set keeps it)", "muon_extra_scale_factor -1, here 1 (no")),
+        (endless, ("muon_num_ns_steps 1000000000000000, here 5 (no --set keeps it)",)),
     ):
         monkeypatch.setattr(TorchDistReader, "args", plain | args)
         said = settings_said(place / "muon", recipe)
         assert all(words in said for words in expected), said
-        assert "num_ns_steps" not in said
+        assert ("num_ns_steps" in said) == (args is endless)
     monkeypatch.setattr(TorchDistReader, "args", plain | older)
     simple = load_recipe("bf16", ["optimizer.preset=muon", "optimizer.muon_coefficient_type=simple"])
     assert "muon_coefficient_type quintic, here simple (--set" in settings_said(place / "muon", simple)

@@ -96,6 +96,7 @@ def test_a_bad_override_is_refused_with_the_way_out(override: str, message: str)
         ("optimizer.epsilon=inf", "above 0 and finite"),
         ("optimizer.beta1=1.5", "from 0 to below 1"),
         ("optimizer.beta2=1.0", "from 0 to below 1"),
+        ("optimizer.muon_num_ns_steps=100", "from 1 to 99"),
         ("optimizer.weight_decay=-1", "0 or above"),
         ("optimizer.clip_norm=-1", "0 or above"),
         ("schedule.min_ratio=nan", "from 0 to 1"),
