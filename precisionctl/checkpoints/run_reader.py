@@ -1,9 +1,10 @@
 """Readers that can have an optimizer, of Megatron or of another trainer, and what they say of the run in one form."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
 
+from precisionctl.architectures.param_map import Row
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron.arguments import read_muon_args
 from precisionctl.checkpoints.megatron.carried_run import momentum_of, optimizer_settings, step_and_groups
@@ -37,23 +38,23 @@ def of_run(reader: Reader) -> TypeGuard[RunReader]:
     return of_megatron(reader) or of_trainer(reader)
 
 
-def trainer_run_of(reader: RunReader, container: str) -> TrainerRun:
-    """As `run_of`, to be saved in the container of another trainer: of a Muon, all settings of torch's. Raises
-    CheckpointError also for a Muon that has no place there."""
+def trainer_run_of(reader: RunReader, container: str, rows: Sequence[Row]) -> TrainerRun:
+    """As `run_of`, to be saved in the container of another trainer: of a Muon, whose matrices in the result have these
+    `rows`, all settings of torch's. Raises CheckpointError also for a Muon that has no place there."""
     run = run_of(reader)
-    return replace(run, muon=_as_torchs(reader, container)[0]) if run.muon else run
+    return replace(run, muon=_as_torchs(reader, container, rows)[0]) if run.muon else run
 
 
-def muon_notes(reader: RunReader, container: str) -> tuple[str, ...]:
+def muon_notes(reader: RunReader, container: str, rows: Sequence[Row]) -> tuple[str, ...]:
     """In words, what torch's Muon does otherwise than the one that trained. Raises as `trainer_run_of`."""
-    return _as_torchs(reader, container)[1] if run_of(reader).muon else ()
+    return _as_torchs(reader, container, rows)[1] if run_of(reader).muon else ()
 
 
-def _as_torchs(reader: RunReader, container: str) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+def _as_torchs(reader: RunReader, container: str, rows: Sequence[Row]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     why = _NOT_TO.get(container)
     if why is None and of_megatron(reader):
         group = next(group for one in optimizer_settings(reader) if (group := momentum_of(one)))
-        return torch_muon(read_muon_args(reader.args), group, reader.path)
+        return torch_muon(read_muon_args(reader.args), group, rows, reader.path)
     why = why or "of a DCP, Muon's settings are read as far as Megatron's has them"
     raise CheckpointError(f"Muon's momentum (`momentum_buffer`): {why}", where=reader.path, do=DROP_OPTIMIZER)
 

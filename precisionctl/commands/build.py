@@ -120,7 +120,9 @@ def _writer(source: Source, result: Result, output: Output) -> Writer:
             extra_files,
             storage.max_shard_size,
         )
-    run = trainer_run_of(source.trained, storage.container) if source.trained and storage.is_state_dict else None
+    run = None
+    if source.trained and storage.is_state_dict:
+        run = trainer_run_of(source.trained, storage.container, plan.muon_rows)
     if storage.container == DCP:
         return DcpWriter(output.partial, plan.targets, companions, config, run)
     updates = run.updates if run else 0

@@ -16,7 +16,7 @@ from precisionctl.checkpoints.megatron.carried_run import (
 )
 from precisionctl.checkpoints.megatron.directory import of_megatron
 from precisionctl.checkpoints.other_trainers.trainer_run import ADAMW_SETTINGS, OF_THE_LOOP, of_trainer
-from precisionctl.checkpoints.run_reader import muon_notes, trainer_run_of
+from precisionctl.checkpoints.run_reader import muon_notes, run_of
 from precisionctl.codes.statistics import scaling_words
 from precisionctl.commands.build import Result
 from precisionctl.commands.notes import (
@@ -140,16 +140,15 @@ def _notes(source: Source, run: CarriedRun) -> Iterator[str]:
         yield f"Not carried over from the run: {schedule}{', '.join(OF_THE_LOOP)}."
 
     if source.trained and storage.container == DCP:  # which has no place for an iteration
-        iteration, updates = source.trained.iteration, trainer_run_of(source.trained, storage.container).updates
+        iteration, updates = source.trained.iteration, run_of(source.trained).updates
         if iteration not in (None, updates):
             yield f"Not carried over from the run: its iteration, {iteration}; the result has Adam's count, {updates}."
 
     defaults: dict[str, Any] = {}  # of settings that the source does not say, and that the result's loader needs
     if source.trained and storage.container in (DCP, TORCHTITAN):
-        defaults |= trainer_run_of(source.trained, storage.container).defaults(ADAMW_SETTINGS)
-        yield from (
-            f"Muon goes on as torch.optim.Muon: {note}." for note in muon_notes(source.trained, storage.container)
-        )
+        defaults |= run_of(source.trained).defaults(ADAMW_SETTINGS)
+        of_muon = muon_notes(source.trained, storage.container, plan.muon_rows)
+        yield from (f"Muon goes on as torch.optim.Muon: {note}." for note in of_muon)
     elif source.trained and of_trainer(source.trained):
         defaults |= source.trained.trainer_run.defaults(MEGATRON_NEEDS if storage.layout == "megatron" else ())
     if "initial_lr" in defaults:

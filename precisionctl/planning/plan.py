@@ -26,7 +26,7 @@ from precisionctl.codes.numerics import ScaleRounding
 from precisionctl.codes.row_factors import RowFactors
 from precisionctl.errors import PrecisionError, at
 from precisionctl.model.model_shape import ModelShape
-from precisionctl.param import ONE_RANK, Layout, Parallelism, TensorSpec
+from precisionctl.param import MOMENTUM, ONE_RANK, Layout, Parallelism, TensorSpec, kind_and_parameter
 from precisionctl.planning.segments import keeps_tensors
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.scales import Scales
@@ -147,6 +147,11 @@ class Plan:
     def nbytes(self) -> int:
         """Bytes of all targets."""
         return sum(spec.nbytes for spec in self.targets.values())
+
+    @property
+    def muon_rows(self) -> list[Row]:
+        """The rows of the matrices that a Muon trained, whose momentum comes along."""
+        return [job.row for job in self.jobs if kind_and_parameter(job.name)[0] == MOMENTUM]
 
     @property
     def encodes(self) -> bool:

@@ -23,9 +23,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from training import as_module, contents, make_source, make_text, run, settings
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from precisionctl.architectures.param_map import Row
 from precisionctl.checkpoints.base import Companions, WithOptimizer
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.dcp.dcp_writer import DcpWriter
+from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.other_trainers.torch_muon import torch_muon
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.plan_command import plan_command
@@ -33,7 +35,8 @@ from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.dtypes import DType
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, MappingError, MissingTensor, RecipeError
-from precisionctl.param import EMBEDDING, MOMENTUM, Parallelism, TensorSpec, state_name
+from precisionctl.param import EMBEDDING, MOMENTUM, Parallelism, TensorSpec, muon_takes, state_name
+from precisionctl.planning.make_plan import make_plan
 from precisionctl.recipe import MUON_KEYS, Optimizer, Recipe, load_recipe
 from precisionctl.trainer.data.rows import EqualRows, Rows
 from precisionctl.trainer.model.gpt import GPT
@@ -283,6 +286,7 @@ def test_momentum_goes_to_torchs_muon_and_back(place: Path, tmp_path: Path) -> N
     request = Request(place / "muon", tmp_path / "dcp", "hf", container="dcp")
     execute(command := plan_command(request))
     assert any("torch.optim.Muon: it has one set of Newton-Schulz coefficients" in note for note in command.notes)
+    assert any("orthogonalizes `gate_proj`, `up_proj` one by one" in note for note in command.notes)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "dcp"), dtype=torch.float32)
     parts: dict[str, list[nn.Parameter]] = {"matrices": [], "of tokens": [], "norms": []}
     for name, parameter in model.named_parameters():
@@ -331,7 +335,7 @@ def test_torchs_muon_is_set_to_make_megatrons_updates(mode: Any, factor: float, 
     same: dict[str, Any] = {"muon_coefficient_type": "simple", "muon_scale_mode": mode, "muon_nesterov": True}
     ours = replace(SETTINGS, weight_decay=0.1, muon_extra_scale_factor=factor, **same)
     args = {key: getattr(ours, key) for key in MUON_KEYS}
-    group, notes = torch_muon(args, {"lr": 0.02, "weight_decay": 0.1, "momentum": ours.muon_momentum}, Path())
+    group, notes = torch_muon(args, {"lr": 0.02, "weight_decay": 0.1, "momentum": ours.muon_momentum}, [], Path())
     assert any("weight_decay as many times smaller" in note for note in notes) == (
         factor != {"spectral": 0.2, "shape_scaling": 1.0}[mode]
     )
@@ -362,7 +366,7 @@ def test_torchs_muon_is_set_to_make_megatrons_updates(mode: Any, factor: float, 
 def test_a_muon_that_torchs_cannot_follow_is_refused(changes: dict[str, Any]) -> None:
     args = {key: getattr(Optimizer(), key) for key in MUON_KEYS} | changes
     with pytest.raises(CheckpointError, match=r"torch's Muon does not make the updates .*--drop-optimizer"):
-        torch_muon(args, {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}, Path())
+        torch_muon(args, {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}, [], Path())
 
 
 @pytest.mark.parametrize(
@@ -373,11 +377,69 @@ def test_a_muon_that_torchs_cannot_follow_is_refused(changes: dict[str, Any]) ->
 def test_rates_that_a_factor_makes_no_normal_numbers_are_refused(factor: float, lr: float, what: str) -> None:
     args = {key: getattr(Optimizer(), key) for key in MUON_KEYS} | {"muon_extra_scale_factor": factor}
     with pytest.raises(CheckpointError, match=rf"its {what}.*--drop-optimizer"):
-        torch_muon(args, {"lr": lr, "weight_decay": 1e-10, "momentum": 0.9}, Path())
+        torch_muon(args, {"lr": lr, "weight_decay": 1e-10, "momentum": 0.9}, [], Path())
     settings, _ = torch_muon(
-        args | {"muon_extra_scale_factor": 0.5}, {"lr": 0.0, "weight_decay": 0.0, "momentum": 0.9}, Path()
+        args | {"muon_extra_scale_factor": 0.5}, {"lr": 0.0, "weight_decay": 0.0, "momentum": 0.9}, [], Path()
     )
     assert settings["lr"] == settings["weight_decay"] == 0
+
+
+def rows_in_class(tmp_path: Path, family: str) -> list[Row]:
+    """The rows of what Megatron's Muon takes, with the names that the model's class has."""
+    pico.save(tmp_path / family, family)
+    jobs = make_plan(open_checkpoint(tmp_path / family), "megatron").jobs
+    return [job.row for job in jobs if muon_takes(job.name, len(job.row.sizes))]
+
+
+@pytest.mark.parametrize(
+    ("family", "fused", "parts"),
+    [
+        ("phi3", "qkv_proj", ""),
+        ("llama-3", "", "`gate_proj`, `up_proj`"),
+        *in_soak(
+            ("gpt2", "c_attn", ""),
+            ("gpt-neox", "query_key_value", ""),
+            ("falcon", "query_key_value", ""),
+            ("bloom", "query_key_value", ""),
+            ("mpt", "Wqkv", ""),
+        ),
+    ],
+)
+def test_what_torchs_muon_orthogonalizes_otherwise_divided_is_said(
+    tmp_path: Path, family: str, fused: str, parts: str
+) -> None:
+    """Matrices are those of transformers' class; no family but Llama's has gate and up apart here."""
+    pico.save(tmp_path / "source", family)
+    names = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "source").named_parameters())
+    assert not fused or any(name.endswith(f"{fused}.weight") for name in names)
+    assert bool(parts) == any(name.endswith("gate_proj.weight") for name in names)
+    rows, group = rows_in_class(tmp_path, family), {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
+    for split in (True, False):
+        args = {key: getattr(Optimizer(), key) for key in MUON_KEYS} | {"muon_split_qkv": split}
+        _, notes = torch_muon(args, group, rows, Path())
+        said = " / ".join(notes)
+        whole = f"it orthogonalizes `{fused}` whole, where the run had queries, keys and values one by one"
+        assert (whole in said) == (bool(fused) and split) and ("whole, " in said) == (bool(fused) and split)
+        assert ("`q_proj`, `k_proj`, `v_proj` one by one" in said) == (not fused and not split)
+        assert (f"{parts} one by one, where the run had them in one matrix" in said) == bool(parts)
+        assert bool(parts) or "gate" not in said
+
+
+def test_a_transposed_matrix_has_no_scale_by_rows_over_columns_in_torchs_muon(tmp_path: Path) -> None:
+    """Of GPT-2's Conv1D torch's factor is of the transpose: of a matrix of four times as many rows half as large."""
+    pico.save(tmp_path / "source", "gpt2")
+    stored = AutoModelForCausalLM.from_pretrained(tmp_path / "source").transformer.h[0].mlp.c_fc.weight
+    same = replace(SETTINGS, muon_coefficient_type="simple", muon_scale_mode="shape_scaling")
+    made = orthogonalized(stored.detach().mT, same)
+    theirs = nn.Parameter(torch.zeros_like(stored))
+    theirs.grad = stored.detach().clone()
+    torch.optim.Muon([theirs], lr=1.0, weight_decay=0.0, adjust_lr_fn="original").step()
+    assert made.shape == (256, 64) and 1.8 < made.norm() / theirs.norm() < 2.2
+    rows, group = rows_in_class(tmp_path, "gpt2"), {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
+    args = {key: getattr(Optimizer(), key) for key in MUON_KEYS}
+    with pytest.raises(CheckpointError, match=r"`c_attn` is \[in, out\].*shape_scaling.*--drop-optimizer"):
+        torch_muon(args | {"muon_scale_mode": "shape_scaling"}, group, rows, Path())
+    assert torch_muon(args, group, rows, Path())[0]["adjust_lr_fn"] == "match_rms_adamw"
 
 
 def test_muons_momentum_of_experts_in_one_tensor_has_no_place_in_torchs(tmp_path: Path) -> None:
