@@ -31,6 +31,7 @@ MUON = ("optimizer.preset=muon", "optimizer.muon_extra_scale_factor=0.2", f"trai
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "dense": ("llama-3", {"rope_parameters": LLAMA_3_1}, {"tensor": 2, "pipeline": 2}),
     "experts": ("qwen3-moe", {"mlp_only_layers": []}, {"expert": 2}),
+    "experts with biases": ("gpt-oss", {}, {"expert": 2}),
     "nesterov, whole": ("qwen2", {"tie_word_embeddings": False}, {}),
 }
 KEYS = {"nesterov, whole": ("optimizer.muon_nesterov=true", "optimizer.muon_split_qkv=false")}
@@ -82,10 +83,12 @@ def test_megatrons_muon_goes_on_from_a_bundled_run_and_hands_it_back(tmp_path: P
     api.convert(api.Request(saved[1].path, converted, "megatron", parallelism=Parallelism(1, 2)))
     again = WithOptimizer(TorchDistReader(converted))
     assert all(torch.equal(read_tensor(again, name), tensor) for name, tensor in theirs.items())
-    if "expert" in sizes:  # Megatron loads as many optimizers as it has: experts have a Muon of their own
+    if (
+        "expert" in sizes
+    ):  # Megatron loads as many optimizers as it has: experts have a Muon of their own, and biases Adam
         api.convert(api.Request(saved[0].path, tmp_path / "by rank", "megatron", parallelism=Parallelism(expert=2)))
         assert groups_of(TorchDistReader(tmp_path / "by rank")) == groups_of(saved[1])
-        assert len(groups_of(saved[1])) == 3 and len(groups_of(TorchDistReader(converted))) == 2
+        assert len(groups_of(saved[1])) == 3 + ("biases" in case) and len(groups_of(TorchDistReader(converted))) == 2
 
 
 def groups_of(reader: TorchDistReader) -> list[list[tuple[Any, ...]]]:

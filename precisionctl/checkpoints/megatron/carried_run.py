@@ -17,7 +17,7 @@ from precisionctl.checkpoints.megatron.directory import MegatronReader
 from precisionctl.checkpoints.megatron.keys import AHEAD, OURS
 from precisionctl.checkpoints.other_trainers.trainer_run import TrainedReader
 from precisionctl.dtypes import DType
-from precisionctl.param import Parallelism
+from precisionctl.param import MOMENTS, Parallelism, kind_and_parameter
 from precisionctl.torch_when_used import is_tensor
 from precisionctl.untrusted.safe_pickle import finite, parts
 
@@ -67,7 +67,7 @@ def carry_run(reader: MegatronReader, parallelism: Parallelism, *, generators: b
     common = {key: value for key, value in reader.common.items() if key not in _WRITTEN and _is_plain(value)}
     left = [key for key in reader.common if key not in _WRITTEN and key not in common]
     if has_muon(reader) and len(optimizers) > 1:
-        common["optimizer"] = _with_muon(optimizers, parallelism.expert > 1)
+        common["optimizer"] = _with_muon(optimizers, reader, parallelism)
     elif optimizers:
         common["optimizer"] = _for_experts(optimizers, parallelism.expert > 1)
     args = {key: value for key, value in reader.args.items() if key not in STAGES and _is_plain(value)}
@@ -89,7 +89,7 @@ def carry_trainer_run(reader: TrainedReader, parallelism: Parallelism) -> Carrie
     common: dict[str, object] = {"optimizer": _for_experts([optimizer], parallelism.expert > 1)}
     if run.muon:
         both = muon_in_megatron(_with_megatrons_rates(run.muon), optimizer)
-        common["optimizer"] = _with_muon([*both.values()], parallelism.expert > 1)
+        common["optimizer"] = _with_muon([*both.values()], reader, parallelism)
     args = {"no_save_optim": False, "no_save_rng": True}
     return CarriedRun(reader.iteration, common, args=args)
 
@@ -175,9 +175,9 @@ def _for_either(optimizer: dict[str, Any], iteration: int | None) -> dict[str, A
     return optimizer | {"optimizer": {**inner, "state": state, "param_groups": groups}, _SHARDING: RESHARDABLE}
 
 
-def _for_experts(optimizers: list[dict[str, Any]], apart: bool) -> object:
+def _for_experts(optimizers: list[dict[str, Any]], apart: bool, *, biases: bool = False) -> object:
     """The settings in the form that Megatron loads: of one optimizer, or (`apart`, with expert parallelism) of two,
-    dense and experts. Megatron ignores parameter groups that it does not have."""
+    dense and experts. For `biases` alone, all that Adam has of experts beside Muon, it has no group with decay."""
     dense = optimizers[0]
     if not apart:
         return dense
@@ -188,6 +188,8 @@ def _for_experts(optimizers: list[dict[str, Any]], apart: bool) -> object:
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
     if isinstance(inner, dict) and isinstance(groups, list):
         of_experts = [group | {"is_expert_parallel": True} for group in groups if isinstance(group, dict)]
+        if biases:
+            of_experts = [group for group in of_experts if group.get("wd_mult") == 0.0]
         experts = dense | {"optimizer": inner | {"param_groups": of_experts}}
     return {0: dense, 1: experts}
 
@@ -211,14 +213,23 @@ _RATES = {"lr": "lr", "weight_decay": "weight_decay", "max_lr": "initial_lr"}
 """Rates in Megatron's groups, and what torch calls them."""
 
 
-def _with_muon(optimizers: Sequence[dict[str, Any]], apart: bool) -> object:
-    """The settings as Megatron loads them: Muon's, with expert parallelism (`apart`) experts' Muon's, and Adam's of
-    what is no matrix (megatron/core/optimizer/muon.py: `optimizers`)."""
+def _with_muon(
+    optimizers: Sequence[dict[str, Any]], reader: MegatronReader | TrainedReader, parallelism: Parallelism
+) -> object:
+    """The settings as Megatron loads them: Muon's, then Adam's of what is no matrix; with expert parallelism experts'
+    Muon's after the one, and experts' Adam's after the other, if experts have biases (megatron/core/optimizer/muon.py:
+    `optimizers`)."""
     muons, adams = ([one for one in optimizers if bool(momentum_of(one)) == is_muon] for is_muon in (True, False))
-    if not muons:  # another form
+    if not (muons and adams):  # another form
         return dict(enumerate(optimizers))
-    found = _for_experts(muons, apart)
-    return dict(enumerate([*(found.values() if apart and isinstance(found, dict) else [found]), *adams]))
+    apart = parallelism.expert > 1
+    moments = map(kind_and_parameter, reader.optimizer_specs)
+    with_biases = any(kind in MOMENTS and ".experts." in parameter for kind, parameter in moments)
+    found: list[object] = []
+    for of_kind, has_experts in ((muons, True), (adams, with_biases)):
+        one = _for_experts(of_kind, apart and has_experts, biases=of_kind is adams)
+        found += one.values() if apart and has_experts and isinstance(one, dict) else [one]
+    return dict(enumerate(found))
 
 
 def _is_plain(value: object) -> bool:

@@ -281,6 +281,28 @@ def test_momentum_goes_to_megatron_and_back_into_a_run(place: Path, tmp_path: Pa
     assert "it had muon_extra_scale_factor 0.2, here 1 (--set optimizer.muon_extra_scale_factor=0.2 keeps it)" in said
 
 
+@pytest.mark.parametrize(("family", "with_biases"), [("gpt-oss", True), *in_soak(("qwen3-moe", False))])
+def test_with_expert_parallelism_experts_have_a_muon_and_with_biases_an_adam_of_their_own(
+    tmp_path: Path, family: str, with_biases: bool
+) -> None:
+    """In the order in which megatron-core 0.16.1 makes them (megatron/core/optimizer/muon.py; tests/peers has it load
+    both). It loads as many as it has."""
+    make_source(tmp_path / "source", family=family)
+    make_text(tmp_path / "text.txt")
+    run(train_on(tmp_path / "source", tmp_path, tmp_path / "run", "muon", 1))
+    taken = tmp_path / "run"
+    for ranks in (2, 1):
+        made = tmp_path / f"for {ranks}"
+        execute(plan_command(Request(taken, made, "megatron", parallelism=Parallelism(expert=ranks))))
+        inner = [one["optimizer"]["param_groups"] for one in TorchDistReader(made).common["optimizer"].values()]
+        kinds = ("is_expert_parallel", "wd_mult")
+        found = [("momentum_beta" in one[0], [tuple(group[key] for key in kinds) for group in one]) for one in inner]
+        of_experts = [(True, [(True, 1.0)])], [(False, [(True, 0.0)])] * with_biases  # which biases are: no decay
+        muons, adams = of_experts if ranks == 2 else ([], [])
+        assert found == [(True, [(False, 1.0)]), *muons, (False, [(False, 1.0), (False, 0.0)]), *adams]
+        taken = made
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_momentum_goes_to_torchs_muon_and_back(place: Path, tmp_path: Path) -> None:
     request = Request(place / "muon", tmp_path / "dcp", "hf", container="dcp")
