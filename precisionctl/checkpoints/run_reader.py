@@ -12,7 +12,6 @@ from precisionctl.checkpoints.megatron.directory import MegatronReader, of_megat
 from precisionctl.checkpoints.other_trainers.torch_muon import torch_muon
 from precisionctl.checkpoints.other_trainers.trainer_run import (
     NO_COUNT,
-    ParameterGroup,
     TrainedReader,
     TrainerRun,
     adam_settings,
@@ -81,7 +80,7 @@ def run_of(reader: RunReader) -> TrainerRun:
 
         # the settings of a Muon beside Adam that are known to mean the same elsewhere
         momentums = [momentum for one in optimizers if (momentum := momentum_of(one))]
-        own = {"momentum": momentums[0]["momentum"]} if momentums else {}
-        muon = muon_settings([ParameterGroup(own)], reader.path, ("momentum",)) if own else {}
+        own = [stored_group(momentums[0], reader.path)] if momentums else []
+        muon = muon_settings(own, reader.path, ("momentum",))
         left = ("the schedule", "random generators")
         return TrainerRun(count_of_updates(count, "a parameter", reader.path), settings, left, muon)

@@ -524,7 +524,13 @@ def goes_on_by_muon(path: Path, expected: dict[str, Tensor]) -> None:
             assert torch.equal(tensor, expected[f"{STATE}{kind}.{name}"][: len(tensor)]), (kind, name)
     (note,) = (each for each in loading.loading_notes(recipe, reader, ()) if each.startswith("optimizer: "))
     assert "masters, moments and momentum of the checkpoint, after 1 update; it had" in note
-    assert "weight_decay 0.01, here 0.1" in note and "momentum 0.9, here" not in note
+    assert "momentum 0.9, here" not in note and "weight_decay 0.01" not in note  # which most weights never had
+    assert "lr 0.02, here 1e-05 (--set optimizer.lr=0.02 keeps it)" in note
+    for words in ("lr 0.02 by Muon and 0.001 by AdamW", "weight_decay 0.1 by Muon and 0.01 by AdamW"):
+        assert f"{words}, and one value is for both from now on" in note
+    keeping = load_recipe("bf16", ["optimizer.preset=muon", "optimizer.lr=0.02", "optimizer.weight_decay=0.5"])
+    (note,) = (each for each in loading.loading_notes(keeping, reader, ()) if each.startswith("optimizer: "))
+    assert "weight_decay 0.1, here 0.5 (--set optimizer.weight_decay=0.1 keeps it)" in note and "lr 0.02, h" not in note
 
 
 def no_rows() -> Rows:

@@ -44,7 +44,7 @@ class TrainerRun:
     `updates` is AdamW's count, the same for all parameters. `settings` are AdamW's, of the parameters with weight
     decay, as far as they are stored: `lr` of the last update, `initial_lr` before any schedule, `betas`, `eps`,
     `weight_decay`. `left` says in words what is not carried over. `muon` has `lr`, `weight_decay` and `momentum` of
-    torch's Muon, or `momentum` of Megatron's, if it trained some parameters.
+    torch's Muon or Megatron's, and perhaps `initial_lr`, if it trained some parameters; Megatron's may lack rates.
     """
 
     updates: int

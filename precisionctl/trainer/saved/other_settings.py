@@ -1,6 +1,7 @@
 """The optimizer's settings of the run that wrote a checkpoint, and where a recipe's differ. A run always takes its
 recipe's, so a difference is only said."""
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,17 +26,31 @@ def other_settings(source: Reader, run: TrainerRun | None, settings: Optimizer) 
         if of_megatron(source):
             before["clip_norm"] = source.args.get("clip_grad")
             before |= read_muon_args(source.args) if run.muon else {}
-        before |= {"muon_momentum": run.muon["momentum"]} if run.muon else {}
+        if run.muon:  # it trained most weights, so its values are the ones to keep
+            keys = {"momentum": "muon_momentum", "weight_decay": "weight_decay"}
+            before |= {ours: run.muon[key] for key, ours in keys.items() if key in run.muon}
+            if not of_megatron(source):  # whose scheduler has the rates
+                before["lr"] = run.muon.get("initial_lr", run.muon["lr"])
     elif saved := saved_of(source):  # those in the `run.json` of a run of ours; unchecked
         of_optimizer = {key: value for key, value in saved.identity.items() if key.startswith("optimizer.")}
         before |= {key.removeprefix("optimizer."): value for key, value in of_optimizer.items()}
         if saved.schedule:  # Megatron's rates, which the run continued
             before.pop("lr", None)
-    return ", ".join(
+    differing = [
         f"{key} {_said(value)}, here {_said(here[key])} ({_advice(key, value)})"
         for key, value in before.items()
         if key in here and isinstance(value, bool | int | float | str) and value != here[key]
-    )
+    ]
+    return ", ".join([*differing, *(_of_two(run) if run else ())])
+
+
+def _of_two(run: TrainerRun) -> Iterator[str]:
+    """In words, which settings Muon and AdamW had each for itself. A recipe has one for both."""
+    rate = "initial_lr" if "initial_lr" in run.muon and "initial_lr" in run.settings else "lr"
+    for key in (rate, "weight_decay"):
+        values = [one.get(key) for one in (run.muon, run.settings)]
+        if None not in values and values[0] != values[1]:
+            yield f"{key} {values[0]:g} by Muon and {values[1]:g} by AdamW, and one value is for both from now on"
 
 
 def _said(value: object) -> str:
