@@ -139,14 +139,13 @@ def _notes(source: Source, run: CarriedRun) -> Iterator[str]:
         schedule = "" if storage.container == TORCHTITAN else "the schedule of learning rates, "
         yield f"Not carried over from the run: {schedule}{', '.join(OF_THE_LOOP)}."
 
-    if source.trained and storage.container == DCP:  # which has no place for an iteration
-        iteration, updates = source.trained.iteration, run_of(source.trained).updates
-        if iteration not in (None, updates):
-            yield f"Not carried over from the run: its iteration, {iteration}; the result has Adam's count, {updates}."
-
     defaults: dict[str, Any] = {}  # of settings that the source does not say, and that the result's loader needs
     if source.trained and storage.container in (DCP, TORCHTITAN):
-        defaults |= run_of(source.trained).defaults(ADAMW_SETTINGS)
+        before, iteration = run_of(source.trained), source.trained.iteration
+        if storage.container == DCP and iteration not in (None, before.updates):  # which has no place for it
+            count = f"the result has Adam's count, {before.updates}"
+            yield f"Not carried over from the run: its iteration, {iteration}; {count}."
+        defaults |= before.defaults(ADAMW_SETTINGS)
         of_muon = muon_notes(source.trained, storage.container, plan.muon_rows)
         yield from (f"Muon goes on as torch.optim.Muon: {note}." for note in of_muon)
     elif source.trained and of_trainer(source.trained):

@@ -125,13 +125,12 @@ class Losses:
         if self.negligible:
             small = f"negligible values (RMS of at most {NEGLIGIBLE:.2g}, beside larger ones)"
             told.append(f"{self.negligible} of {self.blocks} scales lose {small}")
-        if self.packed:
-            pass  # sixteen numbers, or steps of one size, cannot do better
-        elif max(self.total.underflow, self.total.saturation) >= TOLD_SHARE:
-            rms = math.sqrt(self.total.power / max(1, self.total.elements))
-            told.append(f"{self._shares()}; the largest value is {self.largest:.3g}, their RMS {rms:.3g}")
-        elif self.total.sqnr < EXPECTED_DB:
-            told.append(f"SQNR {self.total.sqnr:.1f} dB, of {EXPECTED_DB:.0f} at least")
+        if not self.packed:  # sixteen numbers, or steps of one size, cannot do better
+            if max(self.total.underflow, self.total.saturation) >= TOLD_SHARE:
+                rms = math.sqrt(self.total.power / max(1, self.total.elements))
+                told.append(f"{self._shares()}; the largest value is {self.largest:.3g}, their RMS {rms:.3g}")
+            elif self.total.sqnr < EXPECTED_DB:
+                told.append(f"SQNR {self.total.sqnr:.1f} dB, of {EXPECTED_DB:.0f} at least")
         return "; ".join(told)
 
     def _shares(self) -> str:

@@ -87,9 +87,8 @@ def test_megatrons_muon_goes_on_from_a_bundled_run_and_hands_it_back(tmp_path: P
     api.convert(api.Request(saved[1].path, converted, "megatron", parallelism=Parallelism(1, 2)))
     again = WithOptimizer(TorchDistReader(converted))
     assert all(torch.equal(read_tensor(again, name), tensor) for name, tensor in theirs.items())
-    if (
-        "expert" in sizes
-    ):  # Megatron loads as many optimizers as it has: experts have a Muon of their own, and biases Adam
+    # Megatron loads as many optimizers as it has: experts have a Muon of their own, and biases Adam
+    if "expert" in sizes:
         api.convert(api.Request(saved[0].path, tmp_path / "by rank", "megatron", parallelism=Parallelism(expert=2)))
         assert groups_of(TorchDistReader(tmp_path / "by rank")) == groups_of(saved[1])
         assert len(groups_of(saved[1])) == 3 + ("biases" in case) and len(groups_of(TorchDistReader(converted))) == 2

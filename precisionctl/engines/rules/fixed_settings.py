@@ -67,9 +67,9 @@ def in_every_other_layer(config: Mapping[str, Any]) -> object:
 def in_no_layer_unless_all(config: Mapping[str, Any]) -> object:
     """No windows, where some layers have them and others have not."""
     kinds = config.get("layer_types")
-    return (
-        [_EVERYWHERE] * len(kinds) if isinstance(kinds, list) and {_WINDOW, _EVERYWHERE} <= {*map(str, kinds)} else None
-    )
+    if not isinstance(kinds, list) or not {_WINDOW, _EVERYWHERE} <= {*map(str, kinds)}:
+        return None
+    return [_EVERYWHERE] * len(kinds)
 
 
 def off_where_some_layers_from(config: Mapping[str, Any]) -> object:
