@@ -98,7 +98,7 @@ class Event:
 
 
 READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "nonzero")
-IN_MEMORY = ("batch.py", "run.py:batches", "te_kernels.py", "te_blocks.py", "te_graphs.py")
+IN_MEMORY = ("batch.py", "feed.py:update", "te_kernels.py", "te_blocks.py", "te_graphs.py")
 
 
 class OnCpu(TorchFunctionMode):
