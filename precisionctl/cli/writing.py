@@ -232,17 +232,17 @@ def do(request: "Request", how: Writing) -> None:
     if how.dry_run:
         show_plan(request, how)
         return
-    command, found = carry_out(request, how)
+    command, outcome = carry_out(request, how)
     if command is None:
         return
-    notes = [*command.notes, *(found.notes if found else ())]
+    notes = [*command.notes, *(outcome.notes if outcome else ())]
     if how.json_wanted:
-        print_json(_in_short(command) | {"done_before": found is None, "notes": notes})
+        print_json(_in_short(command) | {"done_before": outcome is None, "notes": notes})
         return
     path = command.output.path
-    done = f"Wrote {path}" if found else f"Already done: this command wrote {path}"
+    done = f"Wrote {path}" if outcome else f"Already done: this command wrote {path}"
     lines = [f"{done}, {size(command.plan.nbytes)}.", *notes]
-    if how.verify and found:
+    if how.verify and outcome:
         lines.insert(1, "Read back and compared with the source: the same.")
     console.show_lines([*lines, next_step(request, command, compared=how.verify)])
 
@@ -330,7 +330,7 @@ def carry_out(request: "Request", how: Writing) -> "tuple[PlannedCommand | None,
         command = plan_command(request)
         total = (2 if how.verify else 1) * command.plan.nbytes // here.count
         with kept_when_stopped(), console.bytes_progress("writing", total, quiet=not here.first) as on_bytes:
-            found = execute(
+            outcome = execute(
                 command, workers=how.workers, restart=how.restart, verify=how.verify, ranks=here, on_bytes=on_bytes
             )
-    return command if here.first else None, found
+    return command if here.first else None, outcome

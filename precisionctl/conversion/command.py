@@ -133,7 +133,7 @@ def execute(
         masters_note = ""
         if ranks.first and command.in_buckets:
             masters_note = prove_masters(command.in_buckets)
-        found = convert(
+        outcome = convert(
             command.plan,
             command.source,
             command.writer,
@@ -144,13 +144,13 @@ def execute(
             ranks=ranks,
             on_bytes=on_bytes,
         )
-        for others in ranks.gather("found", {str(ranks.rank): found.as_json()}).values():
-            found |= Outcome.from_json(others)
+        for others in ranks.gather("found", {str(ranks.rank): outcome.as_json()}).values():
+            outcome |= Outcome.from_json(others)
         checksums = _read_back(command, workers, ranks, on_bytes) if verify else {}
         _check_source(command)
         if ranks.first:
-            found.notes += [*filter(None, [masters_note]), *_finish(command, journal, found, checksums)]
-    return found
+            outcome.notes += [*filter(None, [masters_note]), *_finish(command, journal, outcome, checksums)]
+    return outcome
 
 
 def _check_source(command: PlannedCommand) -> None:
@@ -208,14 +208,14 @@ def _journal(command: PlannedCommand, restart: bool, ranks: Ranks) -> Iterator[J
         yield journal
 
 
-def _finish(command: PlannedCommand, journal: Journal, found: Outcome, checksums: Mapping[str, str]) -> list[str]:
+def _finish(command: PlannedCommand, journal: Journal, outcome: Outcome, checksums: Mapping[str, str]) -> list[str]:
     """Write what is known only after all tensors, and rename the result. Returns notes for the user."""
     plan, writer, encodings, states = command.plan, command.writer, command.encodings, command.states
-    notes = [*nan_notes(found.with_nan), *zeroed_notes(found.zeroed)]
+    notes = [*nan_notes(outcome.with_nan), *zeroed_notes(outcome.zeroed)]
     if encodings and plan.quantization:
-        notes += changed_notes(found, encodings, command.reader.specs, plan)
+        notes += changed_notes(outcome, encodings, command.reader.specs, plan)
     if callable(states):
-        states, state_notes = states(found.amax)
+        states, state_notes = states(outcome.amax)
         notes += state_notes
     writer.finish(states)
     if states and plan.encodes and states.of_weights == command.weights_digest:

@@ -33,7 +33,7 @@ writes while the workers copy."""
 OnBytes = Callable[[int], None]
 _log = logging.getLogger(__name__)
 JobResult = tuple[Job, Outcome]
-"""A finished job, and what it found out."""
+"""A finished job, and what it found out about its tensors."""
 
 
 class Target(Chunked, Protocol):
@@ -83,21 +83,21 @@ def convert(
     on_bytes(sum(plan.job_bytes(job) for job in jobs if job.name in done))
     todo = [job for job in jobs if job.name not in done]
     _log.info("%d of %d jobs are to be done, by %d workers", len(todo), len(jobs), workers)
-    found = Outcome()
+    outcome = Outcome()
     if journal:
-        found |= journal.found
+        outcome |= journal.outcome
     if before := sum(len(job.outputs) for job in jobs if job.name in done):
         of = sum(len(job.outputs) for job in jobs)
-        found.notes.append(f"Continued: {before} of {of} tensors were written before.")
+        outcome.notes.append(f"Continued: {before} of {of} tensors were written before.")
     worker = Worker(plan, reader, share, collect_weight_amax, former)
     results = in_processes(worker.do, todo, [plan.job_bytes(job) for job in todo], workers)
     with _torch_for(worker, todo), closing(results), _JournalWriter(plan, share, journal) as journaled:
         for job, new in results:
-            found |= new
+            outcome |= new
             journaled.add((job, new))
             on_bytes(plan.job_bytes(job))
             _log.info("%s: %d bytes", job.name, plan.job_bytes(job))
-    return found
+    return outcome
 
 
 def _torch_for(worker: Worker, jobs: Iterable[Job]) -> AbstractContextManager[None]:
@@ -128,8 +128,8 @@ def read_back(
     checker = Checker(plan, reader, writer, former=former)
     results = in_processes(checker.check, jobs, [plan.job_bytes(job) for job in jobs], workers)
     with _torch_for(checker, jobs), closing(results):
-        for job, found in results:
-            checksums |= found
+        for job, of_job in results:
+            checksums |= of_job
             on_bytes(plan.job_bytes(job))
     return checksums
 
@@ -221,10 +221,10 @@ class _JournalWriter:
         if self._journal is None or not batch:
             return
         sync_all(chunk_files(self._writer, (name for job, _ in batch for name in job.outputs)))
-        found = Outcome()
+        outcome = Outcome()
         for _, new in batch:
-            found |= new
-        self._journal.record([job.name for job, _ in batch], found)
+            outcome |= new
+        self._journal.record([job.name for job, _ in batch], outcome)
 
     def __enter__(self) -> "_JournalWriter":
         return self

@@ -56,8 +56,8 @@ class Encoder:
         self._former, self._values, self._refuses_infinity = former, values, refuses_infinity
         self._group: tuple[ScaleGroup, dict[str, BlockScales]] | None = None
         """The last group and its scales: its jobs are mostly done one after the other."""
-        self.found = Outcome()
-        """What was found out; the Worker puts a new one here for each job."""
+        self.outcome = Outcome()
+        """Of the job that is being done: the Worker puts a new one here for each."""
 
     def encode(self, job: Job) -> None:
         """Write the codes and scales of a job. If each row has its own scale and none from before, one pass over its
@@ -78,7 +78,7 @@ class Encoder:
             else:
                 self.put_values(name, row, values)
         for weight in weights.values():
-            weight.tell(self.found)
+            weight.report_to(self.outcome)
         self.put_known(codes)
 
     def _first_pass(self, job: Job, codes: JobCodes) -> dict[str, BlockScales]:
@@ -106,13 +106,13 @@ class Encoder:
         for name, row, values in (piece for job in jobs for piece in self._values(job)) if seen else ():
             if name in seen:
                 seen[name].see(values, row, self.buffers.scratch)
-        for name, found in seen.items():
-            _check_finite(name, found.amax)
-            if found.has_nan:
-                if not found.element.is_fp8:
-                    what = f"`{name}` holds a NaN, for which {found.element.name} has no code"
+        for name, blocks in seen.items():
+            _check_finite(name, blocks.amax)
+            if blocks.has_nan:
+                if not blocks.element.is_fp8:
+                    what = f"`{name}` holds a NaN, for which {blocks.element.name} has no code"
                     raise PrecisionError(what, do=BROKEN_WEIGHTS)
-                self.found.with_nan.add(name)
+                self.outcome.with_nan.add(name)
         return seen
 
     def _is_by_row(self, name: str, scales: Scales) -> bool:
@@ -132,7 +132,7 @@ class Encoder:
             written = self.buffers.to_write(dtype, *values.shape).copy_(values)
         if not numerics.are_finite(written):
             if numerics.has_nan(values):
-                self.found.with_nan.add(name)
+                self.outcome.with_nan.add(name)
             too_large = written.isinf() & (values.abs() < torch.finfo(values.dtype).max)
             if self._refuses_infinity and bool(too_large.any()):
                 what = f"`{name}` holds a number that is too large for {dtype} and would become infinite"
@@ -205,7 +205,7 @@ class _WeightCodes:
             amax, has_nan = numerics.row_amax_and_nan(values, encoder.buffers.scratch)
             _check_finite(name, amax)
             if has_nan:
-                encoder.found.with_nan.add(name)
+                encoder.outcome.with_nan.add(name)
             scale_inv = numerics.rounded_up(numerics.scale_inv(amax, spec.element), self._rounding)
             encoder.put(self._scales.weight, row, scale_inv)
             encoding = Encoding(spec.element, scale_inv, (1, values.shape[1]))
@@ -237,15 +237,15 @@ class _WeightCodes:
             return self._seen.changed(values, codes, row, now)
         return stored.element.differing(read_rows(former, self._name, row, len(codes)), codes)
 
-    def tell(self, found: Outcome) -> None:
-        """Add what was found out."""
+    def report_to(self, outcome: Outcome) -> None:
+        """Add to the job's outcome what all rows together show."""
         zeroed = self._zeroed / max(1, self._elements)
         if zeroed > UNDERFLOW:
-            found.zeroed[self._name] = zeroed
+            outcome.zeroed[self._name] = zeroed
         if self._changed is not None:
-            found.changed[self._name] = self._changed
+            outcome.changed[self._name] = self._changed
         if self._seen and not self._seen.exact:
-            found.rounded.add(self._name)
+            outcome.rounded.add(self._name)
 
 
 def _check_finite(name: str, amax: Tensor) -> None:

@@ -36,18 +36,18 @@ _ANY = "latin-1"
 
 @dataclass
 class Journal:
-    """An open journal: `done` are the names of finished jobs, `found` what they found out."""
+    """An open journal: `done` are the names of finished jobs, `outcome` what they found out, together."""
 
     file: IO[str]
     done: set[str] = field(default_factory=set)
-    found: Outcome = field(default_factory=Outcome)
+    outcome: Outcome = field(default_factory=Outcome)
 
-    def record(self, names: Iterable[str], found: Outcome) -> None:
+    def record(self, names: Iterable[str], outcome: Outcome) -> None:
         """Append finished jobs, and sync the journal."""
         names = sorted(names)
         self.done.update(names)
-        self.found |= found
-        self._append({"done": names, "found": found.as_json()})
+        self.outcome |= outcome
+        self._append({"done": names, "found": outcome.as_json()})
 
     def record_whole(self) -> None:
         """Record that everything is written and only the rename is left, so that a kill right after the rename can be
@@ -56,7 +56,7 @@ class Journal:
 
     def forget(self) -> None:
         """Forget all finished jobs, also on the disk: files have lost bytes of theirs, which come back as zeros."""
-        self.done, self.found = set(), Outcome()
+        self.done, self.outcome = set(), Outcome()
         self.file.seek(0)
         self.file.truncate(len(self.file.readline()))
         os.fsync(self.file.fileno())
@@ -71,7 +71,7 @@ class Journal:
         self.file.truncate(length)
         for line in lines:
             self.done.update(line["done"])
-            self.found |= Outcome.from_json(line["found"])
+            self.outcome |= Outcome.from_json(line["found"])
 
 
 @contextmanager
@@ -250,8 +250,8 @@ def _whole_lines(text: str) -> tuple[list[dict[str, Any]], int]:
 def _is_record(line: dict[str, Any]) -> bool:
     """Whether a line lists finished jobs."""
     match line:
-        case {"done": list(done), "found": dict(found)}:
+        case {"done": list(done), "found": dict(outcome)}:
             with suppress(ValueError):
-                Outcome.from_json(found)
+                Outcome.from_json(outcome)
                 return all(isinstance(name, str) for name in done)
     return False

@@ -90,14 +90,14 @@ class Worker:
         )
 
     def do(self, job: Job) -> Outcome:
-        """Do a job. Returns what was found out.
+        """Do a job. Returns what was found out about its tensors.
 
         Raises DamagedCheckpoint for copies of a tensor that differ, for integers out of range and for codes that are
         infinite by their scales, ShapeMismatch for a bias that the target has no place for and that is not zero,
         PrecisionError for an infinite weight to encode and for a number that would be infinite in the target's dtype,
         and as `read_rows`.
         """
-        self._encoder.found = Outcome()
+        self._encoder.outcome = Outcome()
         for copy in job.copies:
             self._check_equal(job.reads[0], copy)
         if job.row.integers_below:
@@ -116,7 +116,7 @@ class Worker:
         else:
             self._move(job, self._segments(job))
         self._made = None
-        return self._encoder.found
+        return self._encoder.outcome
 
     def _values_of(self, job: Job) -> Iterable[ValuePiece]:
         """The values that a job writes before they become codes, piece by piece; computed ones are kept until another
@@ -172,7 +172,7 @@ class Worker:
         for name, row, values in made:
             self._encoder.put_values(name, row, values)
         if self._collects_amax(job):
-            self._encoder.found.amax[job.name] = max(float(numerics.amax(part)) for _, _, part in made)
+            self._encoder.outcome.amax[job.name] = max(float(numerics.amax(part)) for _, _, part in made)
 
     def _computed(self, job: Job, wanted: DType) -> list[ValuePiece]:
         """The whole tensors that a job computes."""
@@ -195,7 +195,7 @@ class Worker:
                     values = job.factors[name].multiplied(values, row)
                 self._encoder.put_values(name, row, values)
         if amaxes:
-            self._encoder.found.amax[job.name] = float(torch.stack(amaxes).amax())
+            self._encoder.outcome.amax[job.name] = float(torch.stack(amaxes).amax())
 
     def _move_codes(self, job: Job) -> None:
         """Write codes as they are, with the scales of their groups, as rows, which are moved."""

@@ -150,7 +150,7 @@ def test_a_journal_that_is_none_is_refused_or_begun_anew(tmp_path: Path, said: b
     output.journal.write_bytes(said)
     try:
         with open_journal(output, "plan", [], ranks=1, restart=False) as kept:
-            assert not kept.done and kept.found == Outcome()
+            assert not kept.done and kept.outcome == Outcome()
     except OutputError as error:
         assert "another conversion" in str(error)
 
@@ -384,7 +384,7 @@ def test_a_torn_last_line_of_the_journal_is_ignored(tmp_path: Path) -> None:
     with open(output.journal, "a") as file:
         file.write('{"done": ["c"], "am')
     with open_journal(output, "plan", [], ranks=1, restart=False) as kept:
-        assert kept.done == {"a", "b"} and kept.found == Outcome(amax={"a": 1.5}, with_nan={"b"})
+        assert kept.done == {"a", "b"} and kept.outcome == Outcome(amax={"a": 1.5}, with_nan={"b"})
         kept.record(["c"], Outcome())
     with open_journal(output, "plan", [], ranks=1, restart=False) as kept:
         assert kept.done == {"a", "b", "c"}
