@@ -304,7 +304,7 @@ def next_step(request: "Request", command: "PlannedCommand", *, compared: bool) 
         return f"To continue in Megatron-LM: precisionctl launch-args {path} --framework megatron-lm"
     # `verify` cannot be told how to read what these are given for, and finds rounded values and masters different
     read_by = request.iteration, request.architecture, request.grouped_columns, request.trust_reference or None
-    other_values = request.precision != "keep" or (request.storage.is_state_dict and command.trained)
+    other_values = request.precision != "keep" or (request.storage.is_state_dict and command.run_reader)
     if compared or other_values or any(hint is not None for hint in read_by):
         inspect = f"precisionctl inspect {path}"
         if isinstance(command.writer, GgufWriter):  # factors in one do not say the settings that they are of

@@ -87,7 +87,7 @@ def build(source: Source, result: Result) -> PlannedCommand:
         files=source.files,
         notes=tuple(result.notes),
         states=result.states,
-        trained=source.trained,
+        run_reader=source.run_reader,
         masters=source.masters,
         encodings=result.encodings,
         weights_digest=source.known.weights_digest,
@@ -121,8 +121,8 @@ def _writer(source: Source, result: Result, output: Output) -> Writer:
             storage.max_shard_size,
         )
     run = None
-    if source.trained and storage.is_state_dict:
-        run = trainer_run_of(source.trained, storage.container, plan.muon_rows)
+    if source.run_reader and storage.is_state_dict:
+        run = trainer_run_of(source.run_reader, storage.container, plan.muon_rows)
     if storage.container == DCP:
         return DcpWriter(output.partial, plan.targets, companions, config, run)
     updates = run.updates if run else 0

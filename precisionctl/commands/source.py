@@ -45,9 +45,9 @@ class Source:
     """The open checkpoint that a `request` names, and the `plan` of the result in high precision.
 
     `files` are its files as they were when it was opened. `encodings` is how its weights are encoded, or once were.
-    `known` is its FP8 state, from training or `calibrate`. `trained` is the reader, if its optimizer is converted too,
-    else None, and `masters` the reader, if its optimizer's FP32 masters become the weights. `engine` is the engine to
-    encode weights for; None if the result has values, or the codes that weights had before.
+    `known` is its FP8 state, from training or `calibrate`. `run_reader` is the reader, if the run's optimizer is
+    converted too, else None, and `masters` the reader, if the optimizer's FP32 masters become the weights. `engine` is
+    the engine to encode weights for; None if the result has values, or the codes that weights had before.
     """
 
     request: Request
@@ -56,7 +56,7 @@ class Source:
     plan: Plan
     encodings: WeightEncodings | None
     known: KnownState
-    trained: RunReader | None
+    run_reader: RunReader | None
     masters: RunReader | None
     engine: Engine | None
 
@@ -116,10 +116,10 @@ def open_source(request: Request) -> Source:
     )
     files = fingerprints(reader.files)
     encodings = _encodings(request, reader)
-    trained = _trained(request, reader)
+    run_reader = _run_reader(request, reader)
     masters = None  # of an optimizer that cannot be read, or that is dropped, nothing is used
-    if trained and storage.is_state_dict:  # which has no other place for them
-        masters = trained
+    if run_reader and storage.is_state_dict:  # which has no other place for them
+        masters = run_reader
     elif request.kind == "values" and request.dtype_of_values == DType.float32 and not request.drop_optimizer:
         masters = with_masters(reader)
     were_codes = encodings is not None and bool(encodings.quantization)
@@ -131,7 +131,7 @@ def open_source(request: Request) -> Source:
         storage.layout,
         dtype=_dtype_of_values(request, reader),
         parallelism=storage.parallelism,
-        optimizer=trained is not None,
+        optimizer=run_reader is not None,
         masters=masters is not None,
         naming=_naming(request, reader, engine),
         codes=_named_as_codes(request, reader, encodings),
@@ -152,7 +152,7 @@ def open_source(request: Request) -> Source:
         plan = choose(plan, request.include, request.exclude)
     if encodings and request.kind != "values":
         check_model(encodings, plan)
-    return Source(request, reader, files, plan, encodings, known, trained, masters, engine)
+    return Source(request, reader, files, plan, encodings, known, run_reader, masters, engine)
 
 
 def _encodings(request: Request, reader: Reader) -> WeightEncodings | None:
@@ -198,7 +198,7 @@ def _named_as_codes(request: Request, reader: Reader, encodings: WeightEncodings
     return encodings.weights if encodings and request.kind != "values" else ()
 
 
-def _trained(request: Request, reader: Reader) -> RunReader | None:
+def _run_reader(request: Request, reader: Reader) -> RunReader | None:
     """The reader, if its optimizer is converted too; else None."""
     storage = request.storage
     if request.drop_optimizer or not storage.holds_optimizer:

@@ -62,7 +62,7 @@ def source_notes(source: Source) -> Iterator[str]:
             )
 
     yield from reading_notes(reader)
-    yield from _trained_notes(reader, carried=source.trained is not None)
+    yield from _trained_notes(reader, carried=source.run_reader is not None)
 
     if taken := [name for name in reader.companions.files if name not in reader.own_companions.files]:
         yield f"The source has none of these, so they are the reference's, {reference}: {', '.join(taken)}."

@@ -69,10 +69,10 @@ def as_values(source: Source) -> Result:
     if in_fp8:
         check_fp8_gemms(plan, numerics(recipe, plan.model))
     run = NO_RUN
-    if source.trained and of_megatron(source.trained):  # rank files have no place for the states of generators
-        run = carry_run(source.trained, storage.parallelism, generators=storage.container != TORCH)
-    elif source.trained and of_trainer(source.trained):
-        run = carry_trainer_run(source.trained, storage.parallelism)
+    if source.run_reader and of_megatron(source.run_reader):  # rank files have no place for the states of generators
+        run = carry_run(source.run_reader, storage.parallelism, generators=storage.container != TORCH)
+    elif source.run_reader and of_trainer(source.run_reader):
+        run = carry_trainer_run(source.run_reader, storage.parallelism)
     live = request.fills_extra_state and (stateless is None if in_fp8 else state is not None)
     if storage.layout == "megatron":  # the Writer adds the words of `state`
         off = {} if keeps else words_of_bf16(run.args)
@@ -135,21 +135,21 @@ def _notes(source: Source, run: CarriedRun) -> Iterator[str]:
     if run.left:
         left = ", ".join(run.left)
         yield f"Not carried over from the run, as it belongs to ranks or to Megatron's own classes: {left}."
-    if source.trained and of_megatron(source.trained) and storage.is_state_dict:
+    if source.run_reader and of_megatron(source.run_reader) and storage.is_state_dict:
         schedule = "" if storage.container == TORCHTITAN else "the schedule of learning rates, "
         yield f"Not carried over from the run: {schedule}{', '.join(OF_THE_LOOP)}."
 
     defaults: dict[str, Any] = {}  # of settings that the source does not say, and that the result's loader needs
-    if source.trained and storage.container in (DCP, TORCHTITAN):
-        before, iteration = run_of(source.trained), source.trained.iteration
+    if source.run_reader and storage.container in (DCP, TORCHTITAN):
+        before, iteration = run_of(source.run_reader), source.run_reader.iteration
         if storage.container == DCP and iteration not in (None, before.updates):  # which has no place for it
             count = f"the result has Adam's count, {before.updates}"
             yield f"Not carried over from the run: its iteration, {iteration}; {count}."
         defaults |= before.defaults(ADAMW_SETTINGS)
-        of_muon = muon_notes(source.trained, storage.container, plan.muon_rows)
+        of_muon = muon_notes(source.run_reader, storage.container, plan.muon_rows)
         yield from (f"Muon goes on as torch.optim.Muon: {note}." for note in of_muon)
-    elif source.trained and of_trainer(source.trained):
-        defaults |= source.trained.trainer_run.defaults(MEGATRON_NEEDS if storage.layout == "megatron" else ())
+    elif source.run_reader and of_trainer(source.run_reader):
+        defaults |= source.run_reader.trainer_run.defaults(MEGATRON_NEEDS if storage.layout == "megatron" else ())
     if "initial_lr" in defaults:
         rate = defaults.pop("initial_lr")
         yield f"The source does not say the rate before its schedule: the result's initial_lr is its lr, {rate:g}."
@@ -158,7 +158,7 @@ def _notes(source: Source, run: CarriedRun) -> Iterator[str]:
         yield f"The source does not say all settings of its optimizer, and the result has PyTorch's defaults: {values}."
     if storage.container == TORCHTITAN:
         yield "Load it with `--checkpoint.exclude_from_loading dataloader`: the result has no state of the data."
-    if source.trained and storage.container == TORCH:
+    if source.run_reader and storage.container == TORCH:
         yield "Continue with --no-load-rng: the result has no states of random generators."
 
 

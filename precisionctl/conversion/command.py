@@ -52,10 +52,10 @@ class PlannedCommand:
 
     `asked` is what decides the result besides the plan. `files` are the source's as they were when it was opened: in
     one that has changed since, tensors may have other places. `notes` are planning's notes for the user. `states` is
-    the FP8 state of the result, or a function that makes it when all weights have been read. `trained` is the reader if
-    its optimizer is converted, too, and `masters` if the weights are made of its optimizer's masters. `encodings` is
-    how the weights are, or were, encoded: it is stored beside values, or used to make codes. `weights_digest` is that
-    of the source's weights, taken if it has FP8 state.
+    the FP8 state of the result, or a function that makes it when all weights have been read. `run_reader` is the
+    reader if the run's optimizer is converted, too, and `masters` if the weights are made of the optimizer's masters.
+    `encodings` is how the weights are, or were, encoded: it is stored beside values, or used to make codes.
+    `weights_digest` is that of the source's weights, taken if it has FP8 state.
     """
 
     reader: Reader
@@ -66,7 +66,7 @@ class PlannedCommand:
     files: Fingerprints
     notes: tuple[str, ...]
     states: Fp8States | MakeStates | None = None
-    trained: RunReader | None = None
+    run_reader: RunReader | None = None
     masters: RunReader | None = None
     encodings: WeightEncodings | None = None
     weights_digest: str | None = None
@@ -79,17 +79,8 @@ class PlannedCommand:
     @property
     def source(self) -> TensorSource:
         """The source of tensors: the model, with the optimizer if anything is read of it."""
-        return WithOptimizer(self._optimizer) if self._optimizer else self.reader
-
-    @property
-    def in_buckets(self) -> TorchDistReader | None:
-        """The reader of an optimizer that is stored without the names of parameters; None for any other."""
-        reader = self._optimizer
-        return reader if isinstance(reader, TorchDistReader) and reader.in_buckets else None
-
-    @property
-    def _optimizer(self) -> RunReader | None:
-        return self.trained or self.masters
+        with_optimizer = self.run_reader or self.masters
+        return WithOptimizer(with_optimizer) if with_optimizer else self.reader
 
     @property
     def former(self) -> Mapping[str, Encoding]:
@@ -99,7 +90,7 @@ class PlannedCommand:
     @property
     def iteration(self) -> int | None:
         """The iteration of the result; None for weights without a run."""
-        return self.trained.iteration if self.trained else None
+        return self.run_reader.iteration if self.run_reader else None
 
 
 def execute(
@@ -130,9 +121,9 @@ def execute(
         return None
     _check_source(command)
     with disk_problems(command.output), _journal(command, restart, ranks) as journal:
-        masters_note = ""
-        if ranks.first and command.in_buckets:
-            masters_note = prove_masters(command.in_buckets)
+        masters_note, of_run = "", command.run_reader or command.masters
+        if ranks.first and isinstance(of_run, TorchDistReader) and of_run.in_buckets:
+            masters_note = prove_masters(of_run)  # buckets do not name the parameters that they hold
         outcome = convert(
             command.plan,
             command.source,
