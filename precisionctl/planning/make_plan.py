@@ -95,11 +95,14 @@ def make_plan(
         by_row = {row: _row_jobs(row, architecture.aliases, model, source, target, naming) for row in rows}
         jobs = [job for row_jobs in by_row.values() for job in row_jobs]
         _check_consumed(jobs, derived, source)
-        trained = source if (optimizer or masters) and isinstance(source, OptimizerSource) else None
-        specs = {**source.specs, **(trained.optimizer_specs if trained else {})}
-        of_weights = trained.optimizer_specs if trained and (masters or naming in OF_TRAINERS) else {}
-        if of_weights:
-            by_row = {row: reading_masters(row_jobs, of_weights) for row, row_jobs in by_row.items()}
+
+        # masters are read in the place of weights, or carried beside them with the rest of the optimizer, or neither
+        run = source if (optimizer or masters) and isinstance(source, OptimizerSource) else None
+        specs = {**source.specs, **(run.optimizer_specs if run else {})}
+        read_as_weights = run.optimizer_specs if run and (masters or naming in OF_TRAINERS) else {}
+        if read_as_weights:
+            by_row = {row: reading_masters(row_jobs, read_as_weights) for row, row_jobs in by_row.items()}
+
         targets: dict[str, TensorSpec] = {}
         for row, row_jobs in by_row.items():
             if not row_jobs:
@@ -108,13 +111,13 @@ def make_plan(
             checks.check_division(row, model, parallelism)
             shapes, parallel = row.shapes(model, target), row.cut(model) if target == "megatron" else REPLICATED
             for job in row_jobs:
-                dtypes = _dtypes_of(job, dtype, model, source.layout, target, specs, of_weights)
+                dtypes = _dtypes_of(job, dtype, model, source.layout, target, specs, read_as_weights)
                 targets |= _targets(job, shapes, parallel, dtypes)
         written = tuple(job for row_jobs in by_row.values() for job in row_jobs)
         plan = Plan(model, source.layout, target, written, targets, derived, parallelism)
-        if trained is None or not optimizer:
+        if run is None or not optimizer:
             return plan
-        return _with_optimizer(plan, jobs, trained, specs, stored, masters=naming not in OF_TRAINERS)
+        return _with_optimizer(plan, jobs, run, specs, stored, masters_beside=naming not in OF_TRAINERS)
 
 
 def plan_weights(source: PlanSource) -> Plan:
@@ -252,22 +255,22 @@ def _check_stored(
 def _with_optimizer(
     plan: Plan,
     jobs: Iterable[Job],
-    trained: OptimizerSource,
+    run: OptimizerSource,
     specs: Mapping[str, TensorSpec],
     stored: ModelShape,
     *,
-    masters: bool,
+    masters_beside: bool,
 ) -> Plan:
-    """The plan with the optimizer's state of the parameters that `jobs` read, and their `masters` or not. It is FP32,
-    except that Megatron's stays as it is in Megatron's. `specs` are all of the source, which is the model `stored`.
-    Raises as `optimizer_jobs`, and ShapeMismatch."""
+    """The plan with the optimizer's state of the parameters that `jobs` read, and with `masters_beside` their masters.
+    It is FP32, except that Megatron's stays as it is in Megatron's. `specs` are all of the source, which is the model
+    `stored`. Raises as `optimizer_jobs`, and ShapeMismatch."""
     to_hf = plan.to_layout == "hf"
     placed = [job for job in jobs if to_hf or not isinstance(job.row, TensorRow)]  # Megatron trains no towers
     unplaced = {name for job in jobs for name in job.reads} - {name for job in placed for name in job.reads}
-    if trained_towers := [name for name in trained.optimizer_specs if kind_and_parameter(name)[1] in unplaced]:
+    if trained_towers := [name for name in run.optimizer_specs if kind_and_parameter(name)[1] in unplaced]:
         what = f"`{trained_towers[0]}` is the state of a tower, and Megatron has moments of the text model alone"
         raise MappingError(what, do=DROP_OPTIMIZER)
-    of_parameters = optimizer_jobs(placed, trained, plan.to_layout, masters=masters)
+    of_parameters = optimizer_jobs(placed, run, plan.to_layout, masters=masters_beside)
     targets = dict(plan.targets)
     for job in of_parameters:  # tensors as large as their parameters, which may be padded otherwise than stored
         shapes = job.row.source.shapes(stored, plan.from_layout)
@@ -296,10 +299,11 @@ def _dtypes_of(
     source: Layout,
     target: Layout,
     specs: Mapping[str, TensorSpec],
-    masters: Mapping[str, TensorSpec],
+    read_as_weights: Mapping[str, TensorSpec],
 ) -> Sequence[DType]:
     """The dtype of all that a job writes, or one for each tensor: the one `asked` for, except of rows that keep theirs
-    or are wider in Megatron. FP8 codes are taken for BF16."""
+    or are wider in Megatron. FP8 codes are taken for BF16, and weights for their masters if these are among what is
+    `read_as_weights`."""
 
     def of_values(spec: TensorSpec) -> DType:
         return DType.bfloat16 if spec.is_codes else spec.dtype
@@ -315,7 +319,7 @@ def _dtypes_of(
                 return [DType.float32]  # which 1 more than a number of 16 bits needs, too
             # the one that holds those beside it, as they are read themselves or by their masters
             names_beside = [f"{job.name.rsplit('.', 2)[0]}.{name}" for name in row.wide_beside]
-            beside = [masters.get(state_name("param", name)) or specs[name] for name in names_beside]
+            beside = [read_as_weights.get(state_name("param", name)) or specs[name] for name in names_beside]
             return [reduce(DType.promoted, map(of_values, beside))]
     if dtype:
         return [dtype]
