@@ -1,4 +1,4 @@
-"""Results whose weights are codes: for an inference engine, or the codes that they were before."""
+"""Results whose weights are codes for an inference engine, in a scheme that it reads."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -13,7 +13,6 @@ from precisionctl.codes.statistics import Scaling, scaling_words
 from precisionctl.commands.build import Result
 from precisionctl.commands.misfits import Misfits
 from precisionctl.commands.notes import (
-    format_notes,
     four_bit_notes,
     in_bf16_notes,
     input_scale_notes,
@@ -27,14 +26,14 @@ from precisionctl.commands.run_precision import precision_if_known
 from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
 from precisionctl.conversion.recoding import recoding_notes
-from precisionctl.engines.base import Engine, engines
+from precisionctl.engines.base import Engine
 from precisionctl.engines.rules.rule import Finding
-from precisionctl.engines.serving import ServingLayout, served_config
+from precisionctl.engines.serving import ServingLayout
 from precisionctl.errors import PrecisionError, RecipeError, UnknownArchitecture
 from precisionctl.export import kv_cache
-from precisionctl.export.as_before import AsBefore, all_mxfp4, in_powers_of_2
+from precisionctl.export.as_before import all_mxfp4, in_powers_of_2
 from precisionctl.export.encode import InScheme, WeightFormat, encode, fp8_jobs, in_scheme, modules_in_bf16
-from precisionctl.export.model_card import Card, path_in_command
+from precisionctl.export.model_card import INPUTS_BY_ENGINE, INPUTS_IN_BF16, Card, path_in_command
 from precisionctl.export.schemes import best_scheme, kept_in_four_bits, takes
 from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.param import is_slice
@@ -42,7 +41,6 @@ from precisionctl.planning.plan import Job, Plan
 from precisionctl.planning.served_model import served
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import FOUR_BITS, SCHEMES, Scheme, quant_methods
-from precisionctl.quant_methods.coded_weights import scheme_of
 from precisionctl.sizes import counted
 from precisionctl.untrusted.safe_json import parse_json
 
@@ -54,9 +52,6 @@ _SCHEMES: Mapping[Scaling, Scheme] = {
     "nvfp4": "nvfp4",
 }
 """The scheme in which an engine computes most like a recipe's scaling."""
-
-_BY_ENGINE = "Input scales are made by the engine."
-_IN_BF16 = "Inputs are not quantized."
 
 
 def for_engine(source: Source, engine: Engine) -> Result:
@@ -330,7 +325,7 @@ class _EngineCodes:
     def _card(self, plan: Plan, form: WeightFormat) -> Card:
         request, source, engine = self.request, self.source, self.engine
         code, scheme = source.reader.companions.code, SCHEMES[form.scheme]
-        inputs = [_BY_ENGINE if scheme.coded_inputs else _IN_BF16]
+        inputs = [INPUTS_BY_ENGINE if scheme.coded_inputs else INPUTS_IN_BF16]
         if scheme.fixed_inputs:
             file = Path(request.fp8_state.name) if request.fp8_state else None
             inputs = list(input_scale_notes(source.known.current, file))
@@ -346,65 +341,19 @@ class _EngineCodes:
         name = request.destination.name
         command = "" if engine.without_class(self._config) else self._serve(path_in_command(name))
         kept = modules_in_bf16(source.plan, set(plan.codes))
-        return Card(name, engine.title, engine.name, command, facts, plan.codes, kept, request.base_model, scheme.codes)
+        return Card(
+            name,
+            title=engine.title,
+            tag=engine.name,
+            command=command,
+            facts=facts,
+            quantized=plan.codes,
+            kept=kept,
+            base_model=request.base_model,
+            codes=scheme.codes,
+        )
 
     def _serve(self, path: object) -> str:
         """The command that serves the result at a path."""
         request, fp8_cache = self.request, self.request.kv_cache is not None
         return self.engine.serve(path, request.ranks, expert_parallel=request.expert_parallel, fp8_cache=fp8_cache)
-
-
-def as_before(source: Source) -> Result:
-    """A result with the codes that the weights have, or once had. If the weights have changed since, raises
-    MissingFp8State for their fixed input scales, and PrecisionError for scales of their KV cache."""
-    reader, known, encodings = source.reader, source.known, source.encodings
-    assert encodings is not None, "there were codes before"
-    policy = AsBefore(encodings, known.current, fixed_hold=source.fixed_scales is not None)
-    plan = encode(source.plan, policy)
-    notes = [
-        *format_notes(source.request.reference, encodings),
-        *recoding_notes(encodings, reader.specs, plan),
-        *source_notes(source),
-        *rounded_notes(reader, plan),
-        *known_state_notes(known, carried=True),
-    ]
-    scheme = scheme_of(encodings.quantization, encodings.scales, encodings.weights)
-    serving = [engine for engine in engines().values() if scheme in engine.formats(policy.method.name)]
-    card = _card_as_before(source.request.destination.name, source.plan, policy, scheme, serving)
-
-    def lacks(config: Mapping[str, Any]) -> Iterator[str]:
-        """Keys that are not there: one engine's words for others might be none for the next."""
-        said = served_config(config)
-        return (key for engine in serving for key in engine.lacks(config) if said.get(key) is None)
-
-    return Result(plan, notes, known.current or known.outdated, encodings=encodings, card=card, lacks=lacks)
-
-
-def _card_as_before(name: str, plan: Plan, policy: AsBefore, scheme: str, serving: Sequence[Engine]) -> Card:
-    """The model card of a result with its old codes, for the engines that read them."""
-    encodings, method = policy.encodings, policy.method
-    if any(scales.input is not None for scales in encodings.scales.values()):
-        inputs = "as they were, or of what was recorded since"
-    elif any(form.inputs for form in method.read(encodings.quantization).formats):
-        inputs = _BY_ENGINE
-    else:
-        inputs = _IN_BF16
-    facts = {
-        "weights": ", ".join(sorted({spec.stored_dtype for spec in encodings.weights.values()})),
-        "format": method.name,
-        "scheme": scheme,
-        "codes and scales": "the scales that the weights had before, and codes of their values; new scales where "
-        "values have changed",
-        "input scales": inputs,
-    }
-    path = path_in_command(name)
-    return Card(
-        name,
-        " or ".join(engine.title for engine in serving) or f"readers of {method.name}",
-        method.name,
-        "\n".join(engine.serve(path, 1) for engine in serving) or f"precisionctl inspect {path}",
-        facts,
-        list(encodings.weights),
-        modules_in_bf16(plan, encodings.weights.keys()),
-        codes=" and ".join(sorted({spec.codes_name for spec in encodings.weights.values()})),
-    )

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from precisionctl.commands.build import Result, build
-from precisionctl.commands.codes import as_before, for_engine
+from precisionctl.commands.codes import for_engine
+from precisionctl.commands.former_codes import as_before
 from precisionctl.commands.llama_cpp import for_llama_cpp
 from precisionctl.commands.mlx import for_mlx
 from precisionctl.commands.request import LLAMA_CPP, MLX, TE, Request, ResultKind

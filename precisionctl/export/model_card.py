@@ -27,6 +27,9 @@ _START, _END = "<!-- quality -->\n", "<!-- end of quality -->\n"
 _UNMEASURED = (
     "None was measured. `precisionctl eval . --data TEXT --against SOURCE --card`, in this directory, writes it here."
 )
+INPUTS_BY_ENGINE = "Input scales are made by the engine."
+INPUTS_IN_BF16 = "Inputs are not quantized."
+"""What the row `input scales` of a card says where none are stored."""
 
 
 @dataclass(frozen=True)
