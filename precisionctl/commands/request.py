@@ -26,8 +26,8 @@ TE: Final = "te"
 LLAMA_CPP: Final = "llama.cpp"
 MLX: Final = "mlx"
 OTHER_TARGETS: Mapping[str, str] = {TE: "PyTorch with Transformer Engine", LLAMA_CPP: "llama.cpp", MLX: "mlx-lm"}
-"""The targets of an export that are no engine, which reads a directory of codes: what each is called in words. For TE
-it is values with FP8 state, for llama.cpp a file, for mlx-lm a directory with codes of its own."""
+"""The targets of an export that are not engines, and what each is called in words. An engine reads a directory of
+codes; TE reads values with FP8 state, llama.cpp a file, and mlx-lm a directory with codes of its own."""
 
 ResultKind = Literal["values", "codes", "te", "llama.cpp", "mlx"]
 """What a result is made of: values, codes that an engine reads, or what one of OTHER_TARGETS reads."""
@@ -46,8 +46,9 @@ _MLX_SCHEMES: tuple[MlxScheme, ...] = get_args(MlxScheme)
 
 
 def numerics(recipe: Precision | None, model: ModelShape) -> Precision:
-    """The precision that a recipe asks for, TE's defaults without one, with patterns of layers resolved for this model.
-    Raises UnknownArchitecture where a recipe counts the layers of a model that no table describes."""
+    """The precision of a recipe, or TE's defaults without one, for this model: it names the last layers that stay in
+    BF16 (`Precision.of_layers`). Raises UnknownArchitecture for a recipe that counts the layers of a model that no
+    table describes."""
     precision = recipe or PRESETS["fp8-delayed"]
     return precision.of_layers(model.num_layers) if precision.counts_layers else precision
 
@@ -67,7 +68,7 @@ _Word = TypeVar("_Word")
 
 
 def _among(words: Iterable[_Word], word: str | None) -> _Word | None:
-    """A word that is one of these, as that; else None."""
+    """The word, if it is one of `words`, with their type; else None."""
     return next((each for each in words if each == word), None)
 
 
