@@ -59,31 +59,39 @@ def as_values(source: Source) -> Result:
     storage, in_fp8 = request.storage, request.precision == "fp8"
     if encodings:
         _check_come_back(encodings, source)
+
+    # the state that a run can start from, and what the sidecar carries along for a result from which none does
     fixed = None if request.drop_fp8_state else source.state_of_fixed_scales
     state = known.current or (fixed if in_fp8 else None)
-    sidecar = known.current or fixed or known.outdated  # what is carried along, from which no run starts
-    keeps = request.precision == "keep" and not (state and state.of_gemms)
-    before, not_known = _stateless_before(source) if keeps else (_to_continue(source), ())
-    recipe = before.precision if before else request.recipe  # the two are never both there
+    sidecar = known.current or fixed or known.outdated
+
+    # the recipe by which the result is trained further: that of the run before, or one that was given, never both
+    keeps_precision = request.precision == "keep" and not (state and state.of_gemms)
+    before, not_known = _stateless_before(source) if keeps_precision else (_to_continue(source), ())
+    recipe = before.precision if before else request.recipe
     stateless = recipe if recipe and not recipe.keeps_state else None
     if in_fp8:
         check_fp8_gemms(plan, numerics(recipe, plan.model))
+
+    live = request.fills_extra_state and (stateless is None if in_fp8 else state is not None)
+    expert_ranks = None
+    if live and plan.model.moe is not None and storage.container != TORCH:  # payloads are cut for each rank of experts
+        expert_ranks = storage.parallelism.expert
+
+    # what the run before leaves besides tensors: schedule, counters, and Megatron's arguments, which say a precision
     run = NO_RUN
     if source.run_reader and of_megatron(source.run_reader):  # rank files have no place for the states of generators
         run = carry_run(source.run_reader, storage.parallelism, generators=storage.container != TORCH)
     elif source.run_reader and of_trainer(source.run_reader):
         run = carry_trainer_run(source.run_reader, storage.parallelism)
-    live = request.fills_extra_state and (stateless is None if in_fp8 else state is not None)
     if storage.layout == "megatron":  # the Writer adds the words of `state`
-        off = {} if keeps else words_of_bf16(run.args)
+        off = {} if keeps_precision else words_of_bf16(run.args)
         run = replace(
             run,
             args={**run.args, **off, **(stateless_words(stateless) if stateless else {})},
             precision_ahead=stateless is not None and not (before and before.trained),
         )
-    expert_ranks = None
-    if live and plan.model.moe is not None and storage.container != TORCH:  # payloads are cut for each rank of experts
-        expert_ranks = storage.parallelism.expert
+
     notes = [
         *_notes(source, run),
         *(settings_notes(before, PRESETS["fp8-delayed"], before.precision) if in_fp8 and before else ()),
