@@ -47,34 +47,40 @@ class AsBefore:
     def codes(self, plan: Plan) -> Mapping[str, JobCodes]:
         """For each job, its codes. Raises MissingFp8State or PrecisionError if a fixed scale, of an input or of a
         KV cache, is needed and its weights have changed since; UnmappedTensor for a scale of no module of the model."""
-        encodings, found = self.encodings, dict[str, JobCodes]()
+        encodings = self.encodings
         formats = self.method.read(encodings.quantization).formats
-        names = {job.name: [name for name in job.writes if name in encodings.weights] for job in plan.jobs}
+        weights = {job.name: [name for name in job.writes if name in encodings.weights] for job in plan.jobs}
+        coded = [job for job in plan.jobs if weights[job.name]]
+
+        # where an input has another amax than its old scale was made of, what shares that scale gets a new one
+        new_input_amax: dict[str, Tensor] = {}
+        for sharing, joint in with_joint_amax(coded, self.states) if self.states else ():
+            if any(self._recorded_another(job, weights[job.name]) for job in sharing):
+                new_input_amax |= dict.fromkeys((job.name for job in sharing), joint)
+
+        # weights of one input share the scale of their joint amax if they had one tensor for it, or global scales
         groups: dict[str, ScaleGroup] = {}
-        coded = [job for job in plan.jobs if names[job.name]]
-        since: dict[str, Tensor] = {}  # the joint amaxes of what shares an input scale, where one has another now
-        for sharing, amax in with_joint_amax(coded, self.states) if self.states else ():
-            if any(self._recorded_another(job, names[job.name]) for job in sharing):
-                since |= dict.fromkeys((job.name for job in sharing), amax)
         for jobs in with_one_input(coded):
-            of_jobs = [name for job in jobs for name in names[job.name]]
-            scales = {name: replace(encodings.scales[name], block=self._block(name, formats)) for name in of_jobs}
-            one_tensor = len({each.weight for each in scales.values()}) < len(scales)
-            groups |= dict.fromkeys((job.name for job in jobs), ScaleGroup(scales, tuple(jobs), always=one_tensor))
-        for job in (job for job in plan.jobs if job.name in groups):
+            names = [name for job in jobs for name in weights[job.name]]
+            scales = {name: replace(encodings.scales[name], block=self._block(name, formats)) for name in names}
+            in_one_tensor = len({each.weight for each in scales.values()}) < len(scales)
+            groups |= dict.fromkeys((job.name for job in jobs), ScaleGroup(scales, tuple(jobs), always=in_one_tensor))
+
+        of_jobs: dict[str, JobCodes] = {}
+        for job in coded:
             group = groups[job.name]
             shares = group.always or all(each.global_scale for each in group.weights.values())
-            found[job.name] = JobCodes(
-                {name: group.weights[name] for name in names[job.name]},
-                self._input_scales(names[job.name], since.get(job.name)),
-                group if shares else None,
-                "powers of 2" if in_powers_of_2(encodings) else "FP32",
+            of_jobs[job.name] = JobCodes(
+                {name: group.weights[name] for name in weights[job.name]},
+                known=self._input_scales(weights[job.name], new_input_amax.get(job.name)),
+                group=group if shares else None,
+                scale_rounding="powers of 2" if in_powers_of_2(encodings) else "FP32",
             )
         rest = self._cache_scales(plan)
-        if found and rest:  # written by the first job that encodes
-            first, codes = next(iter(found.items()))
-            found[first] = replace(codes, known={**codes.known, **rest})
-        return found
+        if of_jobs and rest:  # written by the first job that encodes
+            first, codes = next(iter(of_jobs.items()))
+            of_jobs[first] = replace(codes, known={**codes.known, **rest})
+        return of_jobs
 
     def tensors(self, weight: str, spec: TensorSpec, scales: Scales) -> Mapping[str, TensorSpec]:
         codes, stored = self.encodings.weights[weight], self.encodings.stored.specs
@@ -118,29 +124,22 @@ class AsBefore:
         recorded = recorded_amax(state.roles["input"], "input", self.states.recipe)
         return not (self.fixed_hold and is_same_amax(before, float(recorded)))
 
-    def _input_scales(self, names: Sequence[str], since: Tensor | None) -> dict[str, float]:
-        """The fixed scales of the inputs: the old ones, or those from the amax that was recorded `since`."""
-        coded = [name for name in names if self.encodings.input_amax(name) is not None]  # which checks the scale too
-        carried = [
-            given
-            for name in coded
-            for given in (self.encodings.scales[name].input, self.encodings.scales[name].input_zero_point)
-            if given
-        ]
-        if since is not None:
-            made = {
-                given: float(self.encodings.scales[name].of_input_amax(since))
-                for name in coded
-                if (given := self.encodings.scales[name].input)
-            }
-            return dict.fromkeys(carried, 0.0) | made  # an amax gives zero points of 0
-        if carried and not self.fixed_hold:
+    def _input_scales(self, names: Sequence[str], new_amax: Tensor | None) -> dict[str, float]:
+        """The fixed scales of these weights' inputs, by the names of their tensors: those of a `new_amax`, FP32 `[]`,
+        which is joint for all, or else the old ones."""
+        fixed = [name for name in names if self.encodings.input_amax(name) is not None]  # which checks the scale too
+        scales = [self.encodings.scales[name] for name in fixed]
+        tensors = [tensor for each in scales for tensor in (each.input, each.input_zero_point) if tensor]
+        if new_amax is not None:
+            made = {each.input: float(each.of_input_amax(new_amax)) for each in scales if each.input}
+            return dict.fromkeys(tensors, 0.0) | made  # an amax gives zero points of 0
+        if tensors and not self.fixed_hold:
             raise MissingFp8State(
                 f"the weights have changed since the fixed input scales of their codes were made, e.g. of `{names[0]}`",
                 do="Record others with `precisionctl calibrate` and give --fp8-state, or use `export-inference "
                 "--scheme dynamic`.",
             )
-        return {given: float(read_tensor(self.encodings.stored, given).float().reshape(())) for given in carried}
+        return {tensor: float(read_tensor(self.encodings.stored, tensor).float().reshape(())) for tensor in tensors}
 
     def _cache_scales(self, plan: Plan) -> dict[str, float]:
         """The scales that belong to no weight, which are those of a KV cache."""

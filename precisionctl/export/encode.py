@@ -292,9 +292,9 @@ def with_one_input(jobs: Sequence[Job]) -> list[list[Job]]:
 
 
 def with_joint_amax(jobs: Sequence[Job], states: Fp8States) -> Iterator[tuple[list[Job], Tensor]]:
-    """The same with all experts of a layer in one group, which share an input scale as in engines; with the largest
-    recorded amax of each group's inputs, FP32 `[]`, which is 0 where none was recorded. Groups without state are left
-    out."""
+    """The groups of `with_one_input`, but with all experts of a layer in one, since engines give them one input scale.
+    Yields each with the largest recorded amax of its inputs, FP32 `[]`, which is 0 where none was recorded. Groups
+    without state are left out."""
     groups: dict[tuple[str, ...], list[Job]] = {}
     for group in with_one_input(jobs):
         groups.setdefault(tuple(job.module for job in group), []).extend(group)
