@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from precisionctl.architectures.rearrangements import (
     Movable,
     MovesRows,
-    OfSingleRows,
+    MovesSingleRows,
     Rearrangement,
     check_pairs,
     concatenated,
@@ -101,7 +101,7 @@ class GroupedThenGates(MovesRows):
 
 
 @dataclass(frozen=True)
-class RotaryPairs(OfSingleRows):
+class RotaryPairs(MovesSingleRows):
     """Query, key and value of another permutation, in which the two numbers of a rotary pair are neighbouring rows of
     queries and keys, as in torchtitan. Hugging Face and Megatron have all first numbers of a head, then all second
     ones."""
@@ -125,7 +125,7 @@ class RotaryPairs(OfSingleRows):
 
 
 @dataclass(frozen=True)
-class LatentPairs(OfSingleRows):
+class LatentPairs(MovesSingleRows):
     """The rows of latent attention that rotary embeddings turn, the last of each head, or of the one key that all heads
     share. Hugging Face has all first numbers of the pairs, then all second ones (MiniCPM3); Megatron's latent attention
     takes neighbouring rows for a pair."""

@@ -88,7 +88,7 @@ class MovesRows:
         return True
 
 
-class OfSingleRows(MovesRows):
+class MovesSingleRows(MovesRows):
     """The base of those that leave many rows without a neighbour."""
 
     moves_single_rows = True
@@ -247,7 +247,7 @@ class Transposed(_Computation):
 
 
 @dataclass(frozen=True)
-class Alternating(OfSingleRows):
+class Alternating(MovesSingleRows):
     """Hugging Face alternates rows of gate and up; Megatron has all of gate, then all of up."""
 
     def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:

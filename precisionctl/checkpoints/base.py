@@ -109,8 +109,8 @@ class Reader(Protocol):
 
 
 @runtime_checkable
-class OfCasts(Protocol):
-    """A Reader of which some tensors may be values that are decoded as they are read, as in GGUF and in directories of
+class HasCasts(Protocol):
+    """A Reader some of whose tensors may be values that are decoded as they are read, as in GGUF and in directories of
     Hugging Face's layout."""
 
     def cast(self, name: str) -> Cast | None:
@@ -123,7 +123,7 @@ class OfCasts(Protocol):
 
 
 @runtime_checkable
-class OfFormerCodes(Protocol):
+class HasFormerCodes(Protocol):
     """A Reader of values, some of which are changed from codes that are still stored (an adapter merged into its
     base)."""
 
@@ -134,7 +134,7 @@ class OfFormerCodes(Protocol):
 
 
 @runtime_checkable
-class OfScalesBehind(Protocol):
+class HasScalesBehind(Protocol):
     """A Reader that leaves out scales which say nothing of values: of inputs, outputs or a KV cache."""
 
     @property
@@ -144,7 +144,7 @@ class OfScalesBehind(Protocol):
 
 
 @runtime_checkable
-class OfNotes(Protocol):
+class HasNotes(Protocol):
     """A Reader that gives something otherwise than it is stored, or does not give all that is stored."""
 
     def notes(self) -> Iterator[str]:
@@ -153,16 +153,16 @@ class OfNotes(Protocol):
 
 
 @runtime_checkable
-class OfOptimizer(TensorSource, Protocol):
-    """A Reader of which an optimizer's tensors are read, too."""
+class HasOptimizer(TensorSource, Protocol):
+    """A Reader of which an optimizer's tensors are read, too: by the same `chunks`, under names of their own."""
 
     @property
     def optimizer_specs(self) -> Mapping[str, TensorSpec]:
-        """What `specs` are of the model's tensors, of the optimizer's; empty where there is none."""
+        """As `specs`, of the optimizer's tensors (`optimizer.state.<kind>.<parameter>`); empty where there is none."""
         ...
 
 
-def has_muon(reader: OfOptimizer) -> bool:
+def has_muon(reader: HasOptimizer) -> bool:
     """Whether matrices were trained by Muon, which keeps one momentum for each (`momentum_buffer`), in FP32."""
     return any(name.startswith(state_name(MOMENTUM, "")) for name in reader.optimizer_specs)
 
@@ -171,7 +171,7 @@ def has_muon(reader: OfOptimizer) -> bool:
 class WithOptimizer:
     """A reader's model and optimizer as one source of tensors."""
 
-    reader: OfOptimizer
+    reader: HasOptimizer
 
     @cached_property
     def specs(self) -> Mapping[str, TensorSpec]:

@@ -8,7 +8,7 @@ from precisionctl.architectures.megatron.expert_args import CAPACITY
 from precisionctl.architectures.megatron.megatron_args import otherwise_in_megatron
 from precisionctl.architectures.megatron.sparse_args import INDEXER_NORM_EPSILON, indexer_norm_epsilon
 from precisionctl.checkpoints.adapter.reader import AdapterReader
-from precisionctl.checkpoints.base import OfNotes, Reader
+from precisionctl.checkpoints.base import HasNotes, Reader
 from precisionctl.checkpoints.deepspeed.reader import step_directory
 from precisionctl.checkpoints.hf_directory.companions import is_tokenizer
 from precisionctl.checkpoints.hf_directory.config_json import GENERATION
@@ -145,7 +145,7 @@ def _in_words(setting: object) -> str:
 
 def reading_notes(reader: Reader) -> Iterator[str]:
     """Notes on what is read otherwise than the source has it, and on what nothing here reads or does of its run."""
-    if isinstance(reader, OfNotes):
+    if isinstance(reader, HasNotes):
         yield from reader.notes()
     if of_trainer(reader) and reader.unsupported_state:
         yield f"These parts of the optimizer are not read, and stay behind: {reader.unsupported_state}."

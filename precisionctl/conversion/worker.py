@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from precisionctl.checkpoints.base import OfFormerCodes, TensorSource
+from precisionctl.checkpoints.base import HasFormerCodes, TensorSource
 from precisionctl.checkpoints.chunks import (
     Bytes,
     Chunk,
@@ -77,7 +77,7 @@ class Worker:
         self._buffers = Buffers()
         self._made: tuple[str, list[ValuePiece]] | None = None
         """The last job whose values were computed, and these."""
-        former_codes = reader.former_codes if isinstance(reader, OfFormerCodes) else None
+        former_codes = reader.former_codes if isinstance(reader, HasFormerCodes) else None
         self._is_written = not isinstance(writer, Nowhere)  # else it is looked at, and may be anything
         self._encoder = Encoder(
             writer.specs,

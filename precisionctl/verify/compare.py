@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.architectures.param_map import Naming
-from precisionctl.checkpoints.base import OfScalesBehind, Reader
+from precisionctl.checkpoints.base import HasScalesBehind, Reader
 from precisionctl.checkpoints.chunks import BytesProgress
 from precisionctl.checkpoints.gguf.reader import GgufReader
 from precisionctl.checkpoints.hf_directory.encodings_file import WeightEncodings
@@ -193,7 +193,7 @@ def _left_out(a: Reader, b: Reader, towers: TowersOfBoth | None, derived: Sequen
     models = {name: reader.model for name, reader in readers.items() if saved_by_mlx(others[name].files)}
     ahead = (name for name, model in models.items() if model.mtp_num_layers or model.stores_unused)
     yield from of_keys("prediction", (f"of {name}" for name in ahead))
-    behind = {name: len(reader.behind) for name, reader in readers.items() if isinstance(reader, OfScalesBehind)}
+    behind = {name: len(reader.behind) for name, reader in readers.items() if isinstance(reader, HasScalesBehind)}
     yield from of_keys("scales of values", (f"{counted(n, 'scale')} of {name}" for name, n in behind.items() if n))
     padded = {
         name: reader.model.padded_vocab_size - reader.model.vocab_size

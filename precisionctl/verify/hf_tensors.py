@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from precisionctl.checkpoints.base import OfCasts, TensorSource
+from precisionctl.checkpoints.base import HasCasts, TensorSource
 from precisionctl.checkpoints.chunks import Bytes, bytes_of, in_pieces, read_bytes, read_tensor, read_values
 from precisionctl.codes import numerics
 from precisionctl.codes.elements import Cast, Element
@@ -133,7 +133,7 @@ class HfTensors:
 
     def stored_dtype(self, name: str) -> str:
         """The dtype of a tensor of the checkpoint, by its own name there, or the codes that it is decoded from."""
-        codes = self.reader.decoded_from(name) if isinstance(self.reader, OfCasts) else ""
+        codes = self.reader.decoded_from(name) if isinstance(self.reader, HasCasts) else ""
         return codes or self.reader.specs[name].stored_dtype
 
     def block(self, name: str) -> tuple[int, int]:
@@ -156,7 +156,7 @@ class HfTensors:
 
     def cast(self, name: str) -> Cast | None:
         """How ggml or MLX makes the codes of all rows of a tensor; None where they are no such codes."""
-        if not isinstance(self.reader, OfCasts) or name in self._computed:
+        if not isinstance(self.reader, HasCasts) or name in self._computed:
             return None
         found = {self.reader.cast(segment.read) if segment.read else None for segment in self._segments[name]}
         return found.pop() if len(found) == 1 else None

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from precisionctl.architectures.families import table_of
-from precisionctl.checkpoints.base import OfOptimizer, Reader, WithOptimizer
+from precisionctl.checkpoints.base import HasOptimizer, Reader, WithOptimizer
 from precisionctl.checkpoints.run_reader import of_run, run_of
 from precisionctl.errors import CheckpointError, MappingError
 from precisionctl.param import STATE, TensorSpec, kind_and_parameter
@@ -18,12 +18,12 @@ from precisionctl.verify.not_compared import NotCompared
 def optimizer_specs(reader: Reader) -> Mapping[str, TensorSpec]:
     """The tensors of a checkpoint's optimizer; empty where there is none. Raises CheckpointError for one that cannot be
     read."""
-    return reader.optimizer_specs if isinstance(reader, OfOptimizer) else {}
+    return reader.optimizer_specs if isinstance(reader, HasOptimizer) else {}
 
 
 def _by_megatron_names(reader: Reader) -> HfTensors:
     """An optimizer by the names that it has in Megatron, without the rows that pad a vocabulary."""
-    assert isinstance(reader, OfOptimizer)
+    assert isinstance(reader, HasOptimizer)
     model, specs = reader.model, dict(reader.optimizer_specs)
     padded = {row.megatron for row in table_of(model).spelled({}, model) if row.sizes[:1] == ("padded_vocab_size",)}
     for name, spec in specs.items():
@@ -35,7 +35,7 @@ def _by_megatron_names(reader: Reader) -> HfTensors:
 def _by_hf_names(reader: Reader) -> HfTensors:
     """An optimizer by Hugging Face's names, with a weight that has no master as its own."""
     plan = make_plan(reader, "hf", naming="as saved", optimizer=True)
-    assert isinstance(reader, OfOptimizer)
+    assert isinstance(reader, HasOptimizer)
     return HfTensors(WithOptimizer(reader), plan.of_jobs(lambda job: job.name.startswith(STATE)))
 
 

@@ -17,7 +17,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from precisionctl.checkpoints.base import OfNotes
+from precisionctl.checkpoints.base import HasNotes
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
@@ -237,7 +237,7 @@ def test_a_run_in_fp8_is_told_that_its_state_in_zarr_stays_behind(tmp_path: Path
     nemo_files.write_config(tmp_path, nemo_files.FIELDS | {"fp8": fp8})
     write(tmp_path, nemo_files.STATE)
     reader = open_checkpoint(tmp_path)
-    assert isinstance(reader, OfNotes)
+    assert isinstance(reader, HasNotes)
     told = any("FP8 state stays behind" in note for note in reader.notes())
     assert told == (fp8 and write is in_zarr)
 

@@ -24,8 +24,8 @@ from precisionctl.checkpoints.base import (
     TAKE_REFERENCE,
     Companions,
     Container,
+    HasNotes,
     Hints,
-    OfNotes,
     Reader,
     without_iterations,
 )
@@ -104,7 +104,7 @@ class AdapterReader:
                 self.specs[name] = TensorSpec(before.shape, DType.bfloat16) if of in base.encodings else before
 
     def notes(self) -> Iterator[str]:
-        if isinstance(self.base, OfNotes):
+        if isinstance(self.base, HasNotes):
             yield from self.base.notes()
         tensors = counted(len(self.base.specs), "tensor")
         yield (

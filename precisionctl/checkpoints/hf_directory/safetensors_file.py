@@ -63,7 +63,7 @@ FILE_OF_RANK = re.compile(r"shard-(?P<rank>\d+)-model-(?P<number>\d+)-of-(?P<cou
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file: its shape and dtype, and the byte where it starts."""
+    """A tensor in a file: its shape and dtype, and the byte of the file where it starts."""
 
     spec: TensorSpec
     offset: int
