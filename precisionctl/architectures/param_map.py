@@ -32,10 +32,11 @@ MOST_ROWS = 1 << 24
 
 @dataclass(frozen=True)
 class Condition:
-    """When a row's tensors exist: by layout, the switches of ModelShape that must be on.
+    """When a row's tensors exist in each layout: in Hugging Face's if the switch `hf` of ModelShape is on, in
+    Megatron's if any of `megatron` is; always where none is named.
 
-    Where only one side has them they are zero biases: filled with zeros on the way there, and checked
-    to be zero on the way back.
+    A tensor that only one side has is a bias: filled with zeros on the way to that side, and checked to be zero on the
+    way from it.
     """
 
     hf: str | None = None
@@ -50,17 +51,22 @@ class Condition:
 ALWAYS = Condition()
 
 Naming = Literal["as stored", "as saved", "text alone", "in memory", "in torchtitan", "for engines"]
-"""Which of a family's spellings (`Either`) a Hugging Face result has: that of its source, the one that the model's
-class saves (of a wrapper also the one that the class of its text model alone saves), the one that this class has in
-memory (trainers save it), the one that torchtitan's names are made of, or the one in which engines with classes of
-their own look for codes."""
+"""Which of a family's spellings (`Either`) a Hugging Face result has:
+
+- `as stored`: that of its source
+- `as saved`: the one that the model's class saves
+- `text alone`: of a wrapper, the one that the class of its text model alone saves
+- `in memory`: the one that the model's class has in memory, which trainers save
+- `in torchtitan`: the one that torchtitan's names are made of
+- `for engines`: the one in which engines with classes of their own look for codes
+"""
 
 OF_TRAINERS: Collection[Naming] = ("in memory", "in torchtitan")
-"""Of results that trainers go on from."""
+"""The naming of results that other trainers go on from."""
 
 
 def when(switch: str) -> Condition:
-    """Present in both layouts while `switch` of ModelShape is on."""
+    """The condition of a tensor that both layouts have while `switch` of ModelShape is on."""
     return Condition(switch, (switch,))
 
 
@@ -162,8 +168,8 @@ class Row:
         return tuple(tuple(part.shape) for part in parts)
 
     def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
-        """Hugging Face's tensors, of `shapes(model, "hf")`, as the whole Megatron one, of `shape(model)`. Of rows that
-        are only moved numbers do, too: `[rows, 1]` for `[rows, ...]`."""
+        """Hugging Face's tensors, of `shapes(model, "hf")`, as the whole Megatron one, of `shape(model)`. If it only
+        moves rows, these may be row numbers, `[rows, 1]` for `[rows, ...]`."""
         whole: Movable = self.rearrangement.merge(parts, self.in_its_layers(model))
         return whole
 
@@ -184,7 +190,7 @@ class Row:
                 yield place
 
     def count(self, model: ModelShape) -> int:
-        """How many places there are, without listing those of experts."""
+        """How many places there are. Those of experts are not listed, as a config may claim any number."""
         return sum(1 for _ in self._in_layers(model)) * (len(self._experts(model)) if self.of_experts else 1)
 
     def _in_layers(self, model: ModelShape) -> Iterator[Place]:
@@ -358,7 +364,7 @@ class Architecture:
 
 
 def _key(row: Row) -> tuple[str, Layers]:
-    """What the same row has in every spelling."""
+    """What tells which row of another spelling is the same one."""
     return row.megatron, row.layers
 
 
@@ -397,7 +403,7 @@ def _is_stored(
 
 
 def names(row: Row, layout: Layout, place: Place) -> tuple[str, ...]:
-    """A row's tensors at one place."""
+    """The names of a row's tensors at one place."""
     templates = row.hf if layout == "hf" else (row.megatron,)
     return tuple(filled(name, place) for name in templates)
 

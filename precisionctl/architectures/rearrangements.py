@@ -30,12 +30,15 @@ Movable = TypeVar("Movable", "Tensor", "NDArray[Any]")
 
 
 class Rearrangement(Protocol):
-    """How the tensors of a row go from Hugging Face to Megatron and back. `merge` makes Megatron's tensor of all ranks,
-    `[rows, ...]`, of a list of Hugging Face's in the order of the row's names, and `split` makes that list of it. Two
-    that do the same are equal. `moves_rows` says whether both ways only put rows into another order, or rows of zeros
-    beside them, and compute nothing: then they take, and give, arrays of row numbers too, `[rows, 1]` each.
-    `moves_single_rows` says of such a one that it leaves many rows without a neighbour: copied one by one they would be
-    slow, so conversions move them in memory. Rows of scales, and of adapters, move like those of any other."""
+    """How the tensors of a row go from Hugging Face to Megatron and back. Two that do the same are equal.
+
+    - `merge`: Megatron's tensor of all ranks, `[rows, ...]`, from Hugging Face's, in the order of the row's names
+    - `split`: its inverse
+    - `moves_rows`: whether both only put rows into another order, or rows of zeros beside them, and compute nothing.
+      Then they also take row numbers for rows, `[rows, 1]` for `[rows, ...]`, and so rows of scales and of adapters
+    - `moves_single_rows`: of such a one, whether it leaves many rows without a neighbour. Copied one by one they would
+      be slow, so conversions move them in memory
+    """
 
     @property
     def moves_single_rows(self) -> bool: ...
@@ -156,8 +159,9 @@ class Halves(InOrder):
 @dataclass(frozen=True)
 class DeltaNetByHead(MovesRows):
     """The input projection of a gated delta net. Megatron has all queries, then all keys, values, output gates (z),
-    beta and alpha. Hugging Face has two tensors that go by key head, each with the value heads that it serves
-    (Qwen3-Next): of query, key, values and gates, and of betas and alphas.
+    betas and alphas (`in_proj_parts` are their numbers of rows). Hugging Face has two tensors, the first with q, k, v
+    and z, the second with beta and alpha, each ordered by key head: a head's rows of all kinds stand together
+    (Qwen3-Next).
     """
 
     def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
@@ -211,7 +215,7 @@ class Chunks(InOrder):
 
 @dataclass(frozen=True)
 class Joined:
-    """Hugging Face keeps the parts of another move in one tensor, one after the other."""
+    """Hugging Face keeps the tensors of another rearrangement in one, one after the other."""
 
     inner: Rearrangement
 
@@ -234,7 +238,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Transposed(_Computation):
-    """Hugging Face keeps matrices as `[in, out]`."""
+    """Hugging Face keeps the matrices of another rearrangement as `[in, out]`, Megatron as `[out, in]`."""
 
     inner: Rearrangement
 
@@ -248,7 +252,7 @@ class Transposed(_Computation):
 
 @dataclass(frozen=True)
 class Alternating(MovesSingleRows):
-    """Hugging Face alternates rows of gate and up; Megatron has all of gate, then all of up."""
+    """Hugging Face alternates rows of gate and up in one tensor; Megatron has all of gate, then all of up."""
 
     def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
         (pairs,) = parts
@@ -260,7 +264,8 @@ class Alternating(MovesSingleRows):
 
 @dataclass(frozen=True)
 class Squeezed(_Computation):
-    """Hugging Face keeps a vector as a tensor of more dimensions, all but one of size 1: a matrix of one row."""
+    """Megatron's vector `[n]` has more dimensions in Hugging Face, all but one of size 1: `[1, n]`, or as `shape`
+    says."""
 
     shape: tuple[int, ...] = (1, -1)
 
@@ -292,7 +297,7 @@ class Padded(_Computation):
 
 @dataclass(frozen=True)
 class Scalar(_Computation):
-    """Hugging Face keeps a number as a tensor without dimensions, which FSDP2 does not take."""
+    """A single number: `[]` in Hugging Face, `[1]` in Megatron, as FSDP2 takes no tensor without dimensions."""
 
     def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
         return parts[0][None]
@@ -303,7 +308,7 @@ class Scalar(_Computation):
 
 @dataclass(frozen=True)
 class OtherHalfFirst(_Computation):
-    """A matrix whose halves of columns are the other way around."""
+    """A matrix in which the columns of the second half come first."""
 
     def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
         return torch.cat(parts[0].chunk(2, dim=1)[::-1], dim=1)
@@ -314,8 +319,8 @@ class OtherHalfFirst(_Computation):
 
 @dataclass(frozen=True)
 class Gamma:
-    """A norm's weight, which either side may store as its difference from 1; one that is `ordinary` in Hugging Face is
-    not so stored there, whatever others are. The 1 is added or subtracted in FP32."""
+    """A norm's weight, which either side may store as its difference from 1; in Hugging Face not if it is `ordinary`,
+    though the model's others are. The 1 is added or subtracted in FP32."""
 
     ordinary: bool = False
     moves_single_rows = False
