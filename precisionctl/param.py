@@ -1,4 +1,5 @@
-"""TensorSpec, the description of a logical tensor, and how parallelism divides tensors.
+"""TensorSpec, the description of a logical tensor; how parallelism divides tensors; and what their names say: of which
+stack a tensor is a slice, and of which parameter it is an optimizer's state.
 
 Names are logical: one for each layer and expert, without rank, stage or stacking.
 """
@@ -13,83 +14,6 @@ from precisionctl.codes.elements import FP8, Element, Packing
 from precisionctl.dtypes import DType
 
 Layout = Literal["hf", "megatron"]
-
-STATE = "optimizer.state."
-"""Prefix of an optimizer's tensors, `optimizer.state.<kind>.<parameter>`, with the parameter's name in its layout."""
-
-Kind = Literal["param", "exp_avg", "exp_avg_sq", "momentum_buffer"]
-"""What a checkpoint keeps of a parameter, under Megatron's names: FP32 master weights, and an optimizer's state."""
-
-KINDS: tuple[Kind, ...] = ("param", "exp_avg", "exp_avg_sq")
-"""Of each parameter that Adam trains."""
-
-MOMENTS: tuple[str, ...] = KINDS[1:]
-
-MOMENTUM: Kind = "momentum_buffer"
-"""The state that Muon keeps for each matrix, in PyTorch and in Megatron: a moving average of its gradients."""
-
-NOT_TRAINED = (
-    *(".e_score_correction_bias", ".expert_bias", ".ffn.gate.bias", ".tid2eid"),
-    *(".layer_scalar", ".lerope.alpha", ".rotary_emb.alpha"),
-    *(".unused_linear_k.weight", ".unused_linear_v.weight", ".unused_k_norm.weight", ".unused_post_layernorm.weight"),
-    *(".layer_multipliers", ".ngram_heads_vocab_sizes", ".ngram_heads_offsets"),
-    *(".act_fn.beta", ".act_fn.eps", ".activation_func.beta", ".activation_func.eps"),
-)
-"""Ends of the names, in both layouts, of parameters without optimizer state: a router's bias (a rule changes it) and
-table of experts; the factor of a layer of Gemma 4; those of angles in LeRoPE; parameters that nothing reads; numbers
-that hash n-grams; xIELU's two settings."""
-
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-"""Megatron's names of the embedding and of the output layer."""
-
-GEMM_ALIGNMENT = 16
-"""Both dimensions of every operand of an FP8 GEMM must be multiples of it (cuBLASLt's leading dimensions; TE checks it
-in transformer_engine/pytorch/utils.py, assert_dim_for_fp8_exec; inference engines' CUTLASS kernels need it, too)."""
-
-
-def gemm_misfit(shape: Sequence[int], kind: str = "FP8", multiple: int = GEMM_ALIGNMENT) -> str | None:
-    """Why no GEMM of this kind takes an operand of this shape, in words; None if it does."""
-    return f"{kind} GEMMs need multiples of {multiple}" if any(size % multiple for size in shape) else None
-
-
-def divides_heads(ranks: int, heads: int, groups: int) -> bool:
-    """Whether tensor-parallel ranks get equal numbers of attention heads and of query groups; with fewer groups than
-    ranks, whether each group goes to the same number of ranks (Megatron's TransformerConfig.__post_init__, vLLM's
-    QKVParallelLinear)."""
-    return heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0)
-
-
-def state_name(kind: str, parameter: str) -> str:
-    """The name of what an optimizer keeps of a parameter."""
-    return f"{STATE}{kind}.{parameter}"
-
-
-def is_slice(name: str) -> bool:
-    """Whether a tensor is one expert's slice of a stored tensor of all of them, `….mlp.experts.down_proj[3]`."""
-    return name.endswith("]")
-
-
-def stack_and_slice(name: str) -> tuple[str, int | None]:
-    """The stack that holds a tensor, and which slice of it it is; None for all of it."""
-    stack, bracket, number = name.removesuffix("]").partition("[")
-    return stack, int(number) if bracket else None
-
-
-def kind_and_parameter(name: str) -> tuple[str, str]:
-    """The inverse of `state_name`; of a tensor of the model itself the kind is empty."""
-    kind, _, parameter = name.removeprefix(STATE).partition(".")
-    return (kind, parameter) if name.startswith(STATE) else ("", name)
-
-
-def muon_takes(name: str, dimensions: int) -> bool:
-    """Whether Megatron's Muon trains a parameter of this name in Megatron's layout: any matrix but embedding and output
-    layer (megatron/core/optimizer/muon.py, get_megatron_muon_optimizer). Adam trains all others."""
-    return dimensions == 2 and name not in (EMBEDDING, OUTPUT)
-
-
-def kinds_of(name: str, dimensions: int, *, muon: bool) -> tuple[Kind, ...]:
-    """What a checkpoint keeps of a parameter of this name in Megatron's layout, after Adam alone or with `muon`."""
-    return ("param", MOMENTUM) if muon and muon_takes(name, dimensions) else KINDS
 
 
 @dataclass(frozen=True)
@@ -178,17 +102,24 @@ class Parallelism:
 ONE_RANK = Parallelism()
 
 
+def divides_heads(ranks: int, heads: int, groups: int) -> bool:
+    """Whether tensor-parallel ranks get equal numbers of attention heads and of query groups; with fewer groups than
+    ranks, whether each group goes to the same number of ranks (Megatron's TransformerConfig.__post_init__, vLLM's
+    QKVParallelLinear)."""
+    return heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0)
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """Shape, dtype and parallel form of a logical tensor; no data. For codes other than FP8, `packing` says how a file
-    holds them, and `dtype` is that of their bytes in memory."""
+    holds them, and `dtype` is that of their bytes in memory; `shape` counts codes, not bytes."""
 
     shape: tuple[int, ...]
     dtype: DType
     parallel: Parallel = REPLICATED
     packing: Packing | None = None
 
-    @cached_property  # all three are used for every piece that is copied
+    @cached_property  # this and the next three are used for every piece that is copied
     def rows(self) -> int:
         """Length of dimension 0; 1 for a scalar."""
         return self.shape[0] if self.shape else 1
@@ -214,12 +145,12 @@ class TensorSpec:
 
     @property
     def element(self) -> Element:
-        """Of codes: the numbers that they are."""
+        """Of codes: their number format."""
         return self.packing.element if self.packing else FP8[self.dtype]
 
     @property
     def codes_name(self) -> str:
-        """Of codes: the name of their format."""
+        """Of codes: the name of their format in words, such as MXFP4."""
         return self.packing.name if self.packing else "FP8"
 
     @property
@@ -234,6 +165,79 @@ def shared_spec(
 ) -> TensorSpec:
     """A TensorSpec that equal tensors share: a model's 100,000 tensors have a few dozen different ones."""
     return TensorSpec(shape, dtype, parallel, packing)
+
+
+GEMM_ALIGNMENT = 16
+"""Both dimensions of every operand of an FP8 GEMM must be multiples of it (cuBLASLt's leading dimensions; TE checks it
+in transformer_engine/pytorch/utils.py, assert_dim_for_fp8_exec; inference engines' CUTLASS kernels need it, too)."""
+
+
+def gemm_misfit(shape: Sequence[int], kind: str = "FP8", multiple: int = GEMM_ALIGNMENT) -> str | None:
+    """Why no GEMM of this kind takes an operand of this shape, in words; None if it does."""
+    return f"{kind} GEMMs need multiples of {multiple}" if any(size % multiple for size in shape) else None
+
+
+def is_slice(name: str) -> bool:
+    """Whether a tensor is one expert's slice of a stored tensor of all of them, `….mlp.experts.down_proj[3]`."""
+    return name.endswith("]")
+
+
+def stack_and_slice(name: str) -> tuple[str, int | None]:
+    """The stack that holds a tensor, and which slice of it it is; None for all of it."""
+    stack, bracket, number = name.removesuffix("]").partition("[")
+    return stack, int(number) if bracket else None
+
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+"""Megatron's names of the embedding and of the output layer."""
+
+STATE = "optimizer.state."
+"""Prefix of an optimizer's tensors, `optimizer.state.<kind>.<parameter>`, with the parameter's name in its layout."""
+
+Kind = Literal["param", "exp_avg", "exp_avg_sq", "momentum_buffer"]
+"""What a checkpoint keeps of a parameter, under Megatron's names: FP32 master weights, and an optimizer's state."""
+
+KINDS: tuple[Kind, ...] = ("param", "exp_avg", "exp_avg_sq")
+"""What it keeps of each parameter that Adam trains: the master weight and two moments, all FP32."""
+
+MOMENTS: tuple[str, ...] = KINDS[1:]
+"""The moments alone."""
+
+MOMENTUM: Kind = "momentum_buffer"
+"""The state that Muon keeps for each matrix, in PyTorch and in Megatron: a moving average of its gradients."""
+
+NOT_TRAINED = (
+    *(".e_score_correction_bias", ".expert_bias", ".ffn.gate.bias", ".tid2eid"),
+    *(".layer_scalar", ".lerope.alpha", ".rotary_emb.alpha"),
+    *(".unused_linear_k.weight", ".unused_linear_v.weight", ".unused_k_norm.weight", ".unused_post_layernorm.weight"),
+    *(".layer_multipliers", ".ngram_heads_vocab_sizes", ".ngram_heads_offsets"),
+    *(".act_fn.beta", ".act_fn.eps", ".activation_func.beta", ".activation_func.eps"),
+)
+"""Ends of the names, in both layouts, of parameters without optimizer state: a router's bias (a rule changes it) and
+table of experts; the factor of a layer of Gemma 4; those of angles in LeRoPE; parameters that nothing reads; numbers
+that hash n-grams; xIELU's two settings."""
+
+
+def state_name(kind: str, parameter: str) -> str:
+    """The name of what an optimizer keeps of a parameter."""
+    return f"{STATE}{kind}.{parameter}"
+
+
+def kind_and_parameter(name: str) -> tuple[str, str]:
+    """The inverse of `state_name`; of a tensor of the model itself the kind is empty."""
+    kind, _, parameter = name.removeprefix(STATE).partition(".")
+    return (kind, parameter) if name.startswith(STATE) else ("", name)
+
+
+def muon_takes(name: str, dimensions: int) -> bool:
+    """Whether Megatron's Muon trains a parameter of this name in Megatron's layout: any matrix but embedding and output
+    layer (megatron/core/optimizer/muon.py, get_megatron_muon_optimizer). Adam trains all others."""
+    return dimensions == 2 and name not in (EMBEDDING, OUTPUT)
+
+
+def kinds_of(name: str, dimensions: int, *, muon: bool) -> tuple[Kind, ...]:
+    """What a checkpoint keeps of a parameter of this name in Megatron's layout, after Adam alone or with `muon`."""
+    return ("param", MOMENTUM) if muon and muon_takes(name, dimensions) else KINDS
 
 
 def weights_and_states(specs: Mapping[str, TensorSpec]) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
