@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class BlockScales:
-    """Finds the scales of a tensor `[rows, columns]` in blocks, for codes of an element: show it all rows (`see`), then
-    take its `encoding`.
+    """Finds the scales of a tensor `[rows, columns]` in blocks, for codes of an element: show it all rows (`see`), let
+    tensors that share a scale agree on it (`share`, `share_global`), and `settle` which one each block gets.
 
     `former` is how the values were encoded before, in blocks of any size; None if that is not known. `divides` is None
     if blocks have no global scale, else whether the global scale is stored as a divisor.
@@ -71,16 +71,16 @@ class BlockScales:
         work = numerics.scratch_for(values) if scratch is None else scratch
         high = self.block[0]
         here = slice(row // high, -(-(row + len(values)) // high))  # only these rows of the grid, which may be large
-        row -= here.start * high
+        first = row - here.start * high  # the number of the first row in these blocks
         if self.amax.numel() == 1:
             amax, has_nan = numerics.amax_and_nan(values)
             self.amax = torch.maximum(self.amax, amax)
             self.has_nan |= has_nan
         else:
-            self._reduce(self.amax[here], values, row, work)
+            self._reduce(self.amax[here], values, first, work)
         if self.below_zero is not None and self.above_zero is not None:
-            self._reduce(self.above_zero[here], values.clamp(min=0), row, work)
-            self._reduce(self.below_zero[here], values.clamp(max=0), row, work)
+            self._reduce(self.above_zero[here], values.clamp(min=0), first, work)
+            self._reduce(self.below_zero[here], values.clamp(max=0), first, work)
         if self.former is None:
             return
         # A value fits if its code decodes to it, in its own dtype or rounded to BF16: values that passed through BF16
@@ -90,52 +90,17 @@ class BlockScales:
         usable = torch.where(_usable(grid), grid, 1.0)
         zeros = None if self.zeros is None else self.zeros[here]
         encoding = Encoding(self.element, usable, self.block, self.global_scale, zeros)
-        codes = encoding.encode_rows(values, row, scratch=work)
-        back = encoding.decode_rows(codes, row, scratch=work)
+        codes = encoding.encode_rows(values, first, scratch=work)
+        back = encoding.decode_rows(codes, first, scratch=work)
         same = (back.to(values.dtype) == values) | (back.bfloat16() == values) | (back.isnan() & values.isnan())
         if zeros is not None:
             self.exact &= bool(((back == values) | ~same).all())
-        self._reduce(misfit, (~same | values.isinf()).float(), row, work)
+        self._reduce(misfit, (~same | values.isinf()).float(), first, work)
         self.fits[here] &= misfit == 0
 
-    def changed(self, values: Tensor, codes: Tensor, row: int, made: Encoding) -> int:
-        """How many of the `codes` of rows from `row` on differ from those under the former scales. Between two formats
-        of which one is not FP8, codes cannot be compared: then, how many values the codes do not represent exactly, as
-        `made`, the encoding of these rows alone, decodes them."""
-        before = self.former
-        assert before is not None
-        if not self._as_before and not (before.element.is_fp8 and self.element.is_fp8):
-            return int((made.decode_rows(codes, 0).to(values.dtype) != values).sum())
-        return self.element.differing(before.encode_rows(values, row), codes)
-
-    @property
-    def searches(self) -> bool:
-        """Whether new scales are the best of several candidates. That takes a second look at the values: see
-        `searched`."""
-        return (self.divides is not None or self.element == INT4) and self.zeros is None and not bool(self.fits.all())
-
-    def searched(self, values: Tensor, row: int, whole: Encoding, scratch: Tensor) -> Encoding:
-        """The encoding of rows `[row, row + n)`, with scales searched for their `values` (FP32). `whole` is the
-        tensor's, by `settle`; `scratch` is as `nibbles.encode` takes it."""
-        here = slice(row, row + len(values))
-        amax = self.amax[here]
-        if self.global_scale is None:
-            found = group_scales.int4_scales_of(values, amax, scratch)
-        else:
-            found = group_scales.nvfp4_scales_of(
-                values, amax, self.global_scale.value, scratch, divisor=self.global_scale.divides
-            )
-        return replace(whole, scale_inv=self._kept_or(found, whole.scale_inv.dtype, here))
-
-    def _kept_or(self, new: Tensor, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
-        """These rows of the grid, in the dtype that is stored: the former scale where it fits, else the new one."""
-        stored = _stored(new, dtype)
-        if self.former is None:
-            return stored
-        return torch.where(self.fits[rows], self.candidate[rows], stored.float()).to(dtype)
-
     def _reduce(self, into: Tensor, values: Tensor, row: int, scratch: Tensor) -> None:
-        """Update `into` with the largest magnitude of each block; NaN is ignored."""
+        """Update `into`, rows of the grid, with the largest magnitude of each block; `row` is the number of the first
+        of these `values` in them. NaN is ignored."""
         high, wide = self.block
         ragged = -values.shape[1] % wide
         blocks = torch.nn.functional.pad(values, (0, ragged)) if ragged else values
@@ -196,6 +161,42 @@ class BlockScales:
         grid = torch.where(self.fits, self.candidate, new)
         new_zeros = (below / new + first).round().clamp(first, last)
         return Encoding(self.element, grid.to(dtype), self.block, zeros=torch.where(self.fits, zeros, new_zeros))
+
+    @property
+    def searches(self) -> bool:
+        """Whether new scales are the best of several candidates. That takes a second look at the values: see
+        `searched`."""
+        return (self.divides is not None or self.element == INT4) and self.zeros is None and not bool(self.fits.all())
+
+    def searched(self, values: Tensor, row: int, whole: Encoding, scratch: Tensor) -> Encoding:
+        """The encoding of rows `[row, row + n)`, with scales searched for their `values` (FP32). `whole` is the
+        tensor's, by `settle`; `scratch` is as `nibbles.encode` takes it."""
+        here = slice(row, row + len(values))
+        amax = self.amax[here]
+        if self.global_scale is None:
+            found = group_scales.int4_scales_of(values, amax, scratch)
+        else:
+            found = group_scales.nvfp4_scales_of(
+                values, amax, self.global_scale.value, scratch, divisor=self.global_scale.divides
+            )
+        return replace(whole, scale_inv=self._kept_or(found, whole.scale_inv.dtype, here))
+
+    def _kept_or(self, new: Tensor, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
+        """These rows of the grid, in the dtype that is stored: the former scale where it fits, else the new one."""
+        stored = _stored(new, dtype)
+        if self.former is None:
+            return stored
+        return torch.where(self.fits[rows], self.candidate[rows], stored.float()).to(dtype)
+
+    def changed(self, values: Tensor, codes: Tensor, row: int, made: Encoding) -> int:
+        """How many of the `codes` of rows from `row` on differ from those under the former scales. Between two formats
+        of which one is not FP8, codes cannot be compared: then, how many values the codes do not represent exactly, as
+        `made`, the encoding of these rows alone, decodes them."""
+        before = self.former
+        assert before is not None
+        if not self._as_before and not (before.element.is_fp8 and self.element.is_fp8):
+            return int((made.decode_rows(codes, 0).to(values.dtype) != values).sum())
+        return self.element.differing(before.encode_rows(values, row), codes)
 
 
 def _stored(new: Tensor, dtype: torch.dtype) -> Tensor:

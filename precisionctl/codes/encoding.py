@@ -72,7 +72,7 @@ class Encoding:
 
     def of_rows(self, row: int, rows: int) -> Encoding:
         """The encoding of rows `[row, row + rows)` alone, with scales of their own and no global one."""
-        scales, zeros = self._groups(row, rows)
+        scales, zeros = self._scales_and_zeros(row, rows)
         return Encoding(self.element, scales, (1, self.block[1]), zeros=zeros)
 
     def scales(self, row: int, rows: int, columns: int) -> Tensor:
@@ -87,11 +87,12 @@ class Encoding:
         values = torch.empty(len(codes), codes.shape[1] * 8 // self.element.bits) if into is None else into
         work = numerics.scratch_for(codes) if scratch is None else scratch
         if self.element.bits == 4:
-            groups, zeros = self._groups(row, len(values))
-            nibbles.decode(codes, self.element, groups, values, work, zeros)
+            scales, zeros = self._scales_and_zeros(row, len(values))
+            nibbles.decode(codes, self.element, scales, values, work, zeros)
             return values
         if self.element.is_integer:
-            integers.decode(codes, *self._groups(row, len(values)), values)
+            scales, zeros = self._scales_and_zeros(row, len(values))
+            integers.decode(codes, scales, zeros, values)
             return values
         shape, scales = self._scaled(row, *codes.shape)
         numerics.decode_by_scale_inv(codes.reshape(shape), scales, values.view(shape), work)
@@ -107,18 +108,19 @@ class Encoding:
         codes = torch.empty(rows, columns * self.element.bits // 8, dtype=dtype) if into is None else into
         work = numerics.scratch_for(values) if scratch is None else scratch
         if self.element.bits == 4:
-            groups, zeros = self._groups(row, rows)
-            nibbles.encode(values, self.element, groups, codes, work, zeros)
+            scales, zeros = self._scales_and_zeros(row, rows)
+            nibbles.encode(values, self.element, scales, codes, work, zeros)
             return codes
         if self.element.is_integer:
-            integers.encode(values, *self._groups(row, rows), codes, work)
+            scales, zeros = self._scales_and_zeros(row, rows)
+            integers.encode(values, scales, zeros, codes, work)
             return codes
         shape, scales = self._scaled(row, *values.shape)
         numerics.encode_by_scale_inv(values.reshape(shape), scales, codes.view(shape), work)
         return codes
 
-    def _groups(self, row: int, rows: int) -> tuple[Tensor, Tensor | None]:
-        """Scales and zero points of rows, FP32 `[rows, groups]`."""
+    def _scales_and_zeros(self, row: int, rows: int) -> tuple[Tensor, Tensor | None]:
+        """Of rows `[row, row + rows)`, the scales and the zero points of the groups in each: FP32 `[rows, groups]`."""
         zeros = None if self.zeros is None else self._rows_of(self.zeros, row, rows).expand(rows, -1)
         return self._grid(row, rows).expand(rows, -1), zeros
 
@@ -128,6 +130,7 @@ class Encoding:
         return self.global_scale.times(stored) if self.global_scale else _in_fp32(stored)
 
     def _rows_of(self, grid: Tensor, row: int, rows: int) -> Tensor:
+        """For each of these rows, the row of the grid that is for it: `[rows, blocks]`; all of a grid of one row."""
         if len(grid) == 1:
             return grid
         if self.block[0] == 1:

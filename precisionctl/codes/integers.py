@@ -1,4 +1,4 @@
-"""INT8 codes: what they are worth, and those of values.
+"""INT8 codes: the values that they stand for, and the codes of values.
 
 A byte is the number in two's complement, or the number plus 128. Four of the latter in an int32, the first in its
 lowest bits, are the same bytes in memory: `words.view(torch.uint8)` (compressed-tensors' `pack_to_int32`).

@@ -100,9 +100,16 @@ class Encoder:
         """What all values of these weights, which these jobs write, say of their scales."""
         seen = dict[str, BlockScales]()
         for name, scales in weights.items():
-            spec, former, has_zeros = self.specs[name], self._former.get(name), scales.zero_points is not None
-            size = spec.rows, spec.columns
-            seen[name] = BlockScales(*size, scales.block, spec.element, former, scales.global_divides, has_zeros)
+            spec = self.specs[name]
+            seen[name] = BlockScales(
+                spec.rows,
+                spec.columns,
+                scales.block,
+                spec.element,
+                former=self._former.get(name),
+                divides=scales.global_divides,
+                zero_points=scales.zero_points is not None,
+            )
         for name, row, values in (piece for job in jobs for piece in self._values(job)) if seen else ():
             if name in seen:
                 seen[name].see(values, row, self.buffers.scratch)
