@@ -153,7 +153,7 @@ class Worker:
 
     def _copy(self, segments: Iterable[Segment]) -> None:
         """Copy rows whose bytes stay the same."""
-        for segment in (part for each in segments for part in self._here(each)):
+        for segment in (part for each in segments for part in self._held(each)):
             spec = self._writer.specs[segment.write]
             row_bytes = spec.width * spec.dtype.itemsize
             for row, rows in self._buffers.pieces(segment.write_row, segment.rows, row_bytes):
@@ -167,8 +167,8 @@ class Worker:
     def _compute(self, job: Job) -> None:
         """Do a job whose row computes and does not only move: on whole tensors, in the wider dtype of the two sides."""
         specs = [self._writer.specs[name] for name in job.writes]
-        codes = any(isinstance(spec.packing, CodesInRows) for spec in specs)
-        made = self._computed(job, DType.float32 if codes else specs[0].dtype)
+        cast_in_rows = any(isinstance(spec.packing, CodesInRows) for spec in specs)
+        made = self._computed(job, DType.float32 if cast_in_rows else specs[0].dtype)
         for name, row, values in made:
             self._encoder.put_values(name, row, values)
         if self._collects_amax(job):
@@ -186,7 +186,7 @@ class Worker:
         """Round values to the target's dtype, or look at them on their way."""
         amaxes: list[Tensor] = []
         if not self._collects_amax(job):  # the amax needs all rows, also those that this target does not take
-            segments = [part for segment in segments for part in self._here(segment)]
+            segments = [part for segment in segments for part in self._held(segment)]
         for segment in segments:
             for name, row, values in self._moved(segment):
                 if self._collects_amax(job):
@@ -211,24 +211,22 @@ class Worker:
                 self._put(segment.write, row + before, self._rows_of_codes(job, segment.read, row, count))
 
     def _rows_of_codes(self, job: Job, name: str, row: int, rows: int) -> Tensor:
-        """Rows of codes, as the job's target has them."""
+        """Rows of codes with the scales of their groups, in the bytes that the job's target has them in."""
         packing = self._writer.specs[job.writes[0]].packing
         assert isinstance(packing, KeptCodes)
-        spec, scales = (
-            self._reader.specs[name],
-            self._reader.encodings[name].scale_inv[row : row + rows].view(torch.uint8),
-        )
+        spec = self._reader.specs[name]
+        scales = self._reader.encodings[name].scale_inv[row : row + rows].view(torch.uint8)
         codes = read_rows(self._reader, name, row, rows, self._buffers.to_read(spec.dtype, rows, spec.width))
         return packing.rows_of(codes.view(torch.uint8), scales)
 
     def _collects_amax(self, job: Job) -> bool:
         return self._collect_weight_amax and job.row.gemm
 
-    def _here(self, segment: Segment) -> Iterator[Segment]:
-        """The parts of a segment that this target takes; if the tensor is distributed over ranks, not all rows."""
-        for here in rows_held(self._writer, segment.write):
-            first = max(segment.write_row, here.start)
-            rows = min(segment.write_row + segment.rows, here.stop) - first
+    def _held(self, segment: Segment) -> Iterator[Segment]:
+        """The parts of a segment that this target holds: not all of its rows if ranks share the tensor."""
+        for held in rows_held(self._writer, segment.write):
+            first = max(segment.write_row, held.start)
+            rows = min(segment.write_row + segment.rows, held.stop) - first
             if rows > 0:
                 read_row = segment.read_row + first - segment.write_row
                 yield replace(segment, read_row=read_row, write_row=first, rows=rows)
@@ -259,9 +257,9 @@ class Worker:
     def _pieces(self, name: str, row: int, rows: int) -> Iterator[tuple[int, Tensor]]:
         """The values of rows `[row, row + rows)`, piece by piece, each with the number of rows before it."""
         for first, count in self._buffers.pieces(row, rows, WIDEST * self._reader.specs[name].columns):
-            yield first - row, self._values(name, first, count)
+            yield first - row, self._read_values(name, first, count)
 
-    def _values(self, name: str, row: int, rows: int) -> Tensor:
+    def _read_values(self, name: str, row: int, rows: int) -> Tensor:
         """Rows as `[rows, columns]`, codes decoded to FP32; in a buffer that the next call uses again."""
         spec = self._reader.specs[name]
         stored = read_rows(self._reader, name, row, rows, self._buffers.to_read(spec.dtype, rows, spec.width))
@@ -288,7 +286,7 @@ class Worker:
         """Raise DamagedCheckpoint if a copy of a tensor (a tied embedding) differs from it."""
         for start, values in self._pieces(name, 0, self._reader.specs[name].rows):
             kept = values.clone()
-            other = self._values(copy, start, len(kept))
+            other = self._read_values(copy, start, len(kept))
             if not bool(((kept == other) | (kept.isnan() & other.isnan())).all()):
                 raise DamagedCheckpoint(
                     f"`{copy}` is stored and should be a copy of `{name}`, but differs",
