@@ -145,14 +145,22 @@ class WeightFormat:
         return {name: self.method.scales(name, plan.targets[name], self.scheme) for name in weights}
 
 
+Refusal = Callable[[str, TensorSpec, Scales], str | None]
+"""A function from a weight's name, spec and scales to why an engine does not take it as codes; None if it does."""
+
+KeptList = Callable[[Sequence[str], Sequence[str]], Sequence[str]]
+"""A function of the modules that stay values, and of those that become codes: it returns the former, under the names
+that the engine looks for."""
+
+
 @dataclass(frozen=True)
 class InScheme:
     """The policy of a scheme that engines know: the weights of these `jobs` become codes with these `scales`, in the
     scheme's grid.
 
-    `inputs` is the amax of each module's input, where the scheme fixes its scale (`static`, `nvfp4`). `refused` are
-    weights that stay values because an engine refuses their shapes, or those of weights that it joins with them, and
-    why. `kept` makes an engine's list of what is not quantized.
+    `inputs` is the amax of each module's input, FP32 `[]`, where the scheme fixes its scale (`static`, `nvfp4`).
+    `refused` are weights that stay values because an engine refuses their shapes, or those of weights that it joins
+    with them, and why. `kept` makes an engine's list of what is not quantized.
     """
 
     format: WeightFormat
@@ -164,23 +172,23 @@ class InScheme:
 
     def codes(self, plan: Plan) -> Mapping[str, JobCodes]:
         shared, rounding = SCHEMES[self.format.scheme].shared, self.format.scale_rounding
-        of_inputs = "FP32" if self.format.scheme in FOUR_BITS else rounding  # engines do not round global scales
+        input_rounding = "FP32" if self.format.scheme in FOUR_BITS else rounding  # engines do not round global scales
+        of_jobs: dict[str, JobCodes] = {}
         # What engines compute as one has one (global) weight scale, and one input scale, the largest of its inputs'.
-        found = {}
         for jobs in with_one_input(self.jobs) if shared else [[job] for job in self.jobs]:
             together = {name: self.scales[name] for job in jobs for name in job.weights}
             group = ScaleGroup(together, tuple(jobs), always=True) if shared else None
-            fixed: dict[str, float] = {}
+            input_scales: dict[str, float] = {}
             if self.inputs is not None:
                 amax = torch.stack([self.inputs[job.module] for job in jobs if job.module in self.inputs]).amax()
                 for scales in together.values():
                     if scales.input:
-                        fixed[scales.input] = float(rounded_up(scales.of_input_amax(amax), of_inputs))
+                        input_scales[scales.input] = float(rounded_up(scales.of_input_amax(amax), input_rounding))
             for job in jobs:
-                of_job = {name: self.scales[name] for name in job.weights}
-                known = {scales.input: fixed[scales.input] for scales in of_job.values() if scales.input in fixed}
-                found[job.name] = JobCodes(of_job, known, group, rounding)
-        return found
+                own = {name: self.scales[name] for name in job.weights}
+                known = {each.input: input_scales[each.input] for each in own.values() if each.input in input_scales}
+                of_jobs[job.name] = JobCodes(own, known, group, rounding)
+        return of_jobs
 
     def tensors(self, weight: str, spec: TensorSpec, scales: Scales) -> Mapping[str, TensorSpec]:
         spelling, scheme = self.format.spelling, self.format.scheme
@@ -201,15 +209,6 @@ class InScheme:
 
     def files(self, quantization: Mapping[str, Any]) -> Mapping[str, bytes]:
         return self.format.spelling.files(quantization)
-
-
-Refusal = Callable[[str, TensorSpec, Scales], str | None]
-"""A function from a weight's name, spec and scales to why an engine does not take it as codes; None if it does."""
-
-
-KeptList = Callable[[Sequence[str], Sequence[str]], Sequence[str]]
-"""A function of the modules that stay values, and of those that become codes: it returns the former, under the names
-that the engine looks for."""
 
 
 def in_scheme(

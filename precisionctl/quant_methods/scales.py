@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """The tensors that hold the scale_inv of a quantized weight and of its input (`input` is None if that is dynamic),
-    and how many rows and columns of the weight share a scale. The other tensors are as in its CodeFormat.
-    `input_largest` is the number that the amax of an input becomes under a scale that is not global."""
+    """The names of the tensors that hold the scale_inv of a quantized weight and of its input (`input` is None if that
+    is dynamic), and how many rows and columns of the weight share a scale (`block`). The other tensors are as in its
+    CodeFormat. `input_largest` is the number that the amax of an input becomes under a scale that is not global."""
 
     weight: str
     input: str | None
@@ -32,7 +32,7 @@ class Scales:
 
     @property
     def of_weight(self) -> tuple[str, ...]:
-        """The names of all of them except the input's."""
+        """All names except the input's."""
         names = (self.weight, self.global_scale, self.zero_points, self.shape)
         return tuple(name for name in names if name is not None)
 
@@ -43,6 +43,7 @@ class Scales:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """All names."""
         names = (*self.of_weight, self.input, self.input_zero_point)
         return tuple(name for name in names if name is not None)
 
