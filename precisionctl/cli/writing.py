@@ -273,6 +273,25 @@ def show_plan(request: "Request", how: Writing) -> None:
         check_room(command)  # last, as the plan may be meant for another machine
 
 
+def carry_out(request: "Request", how: Writing) -> "tuple[PlannedCommand | None, Outcome | None]":
+    """Plan and execute a request. Returns the command (None on all ranks but the first), and its outcome (None if the
+    checkpoint was complete already)."""
+    from precisionctl import console
+    from precisionctl.commands.plan_command import plan_command
+    from precisionctl.conversion import ranks
+    from precisionctl.conversion.command import execute
+
+    here = ranks.from_environment()
+    with here.together():  # planning too: an error on one rank is raised on all
+        command = plan_command(request)
+        total = (2 if how.verify else 1) * command.plan.nbytes // here.count
+        with kept_when_stopped(), console.bytes_progress("writing", total, quiet=not here.first) as on_bytes:
+            outcome = execute(
+                command, workers=how.workers, restart=how.restart, verify=how.verify, ranks=here, on_bytes=on_bytes
+            )
+    return command if here.first else None, outcome
+
+
 def _in_short(command: "PlannedCommand") -> dict[str, Any]:
     """What a result is and how much, as JSON; a plan's jobs and tensors are for `--dry-run`."""
     plan = command.plan
@@ -283,7 +302,7 @@ def _in_short(command: "PlannedCommand") -> dict[str, Any]:
         "parallelism": asdict(plan.parallelism),
         "destination": str(command.output.path),
         "tensors": len(plan.targets),
-        "coded_weights": plan.coded_weights,
+        "coded_weights": plan.coded_weight_count,
         "bytes": plan.nbytes,
     }
 
@@ -315,22 +334,3 @@ def next_step(request: "Request", command: "PlannedCommand", *, compared: bool) 
         return f"To see what it holds: {inspect}"
     reference = f" --reference {shlex.quote(str(request.reference))}" if request.reference else ""
     return f"To compare both: precisionctl verify {shlex.quote(str(request.source))} {path}{reference}"
-
-
-def carry_out(request: "Request", how: Writing) -> "tuple[PlannedCommand | None, Outcome | None]":
-    """Plan and execute a request. Returns the command (None on all ranks but the first), and its outcome (None if the
-    checkpoint was complete already)."""
-    from precisionctl import console
-    from precisionctl.commands.plan_command import plan_command
-    from precisionctl.conversion import ranks
-    from precisionctl.conversion.command import execute
-
-    here = ranks.from_environment()
-    with here.together():  # planning too: an error on one rank is raised on all
-        command = plan_command(request)
-        total = (2 if how.verify else 1) * command.plan.nbytes // here.count
-        with kept_when_stopped(), console.bytes_progress("writing", total, quiet=not here.first) as on_bytes:
-            outcome = execute(
-                command, workers=how.workers, restart=how.restart, verify=how.verify, ranks=here, on_bytes=on_bytes
-            )
-    return command if here.first else None, outcome

@@ -58,7 +58,14 @@ def open_hinted(
         has_weights = huggingface.recognise(reference) or not (reference / "config.json").is_file()
         if has_weights and is_wrapper(config):
             towers = TowersOf(open_checkpoint(reference))
-    hints = Hints(architecture, companions, grouped_columns, reference, towers, trust_reference)
+    hints = Hints(
+        architecture=architecture,
+        companions=companions,
+        grouped_columns=grouped_columns,
+        reference=reference,
+        towers=towers,
+        trust_reference=trust_reference,
+    )
     reader = open_checkpoint(path, iteration, hints)
 
     if trust_reference and not (of_megatron(reader) and reader.args):

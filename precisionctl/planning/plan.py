@@ -160,12 +160,13 @@ class Plan:
 
     @property
     def codes(self) -> list[str]:
-        """The weights that become codes under scales of their own, of which a job says how they are made."""
+        """The names of the weights that become codes with tensors of scales beside them, as their jobs say."""
         return [name for job in self.jobs if job.codes for name in job.codes.weights]
 
     @property
-    def coded_weights(self) -> int:
-        """How many weights of the result are codes, those of GGUF and MLX included."""
+    def coded_weight_count(self) -> int:
+        """How many weights of the result are codes, those of GGUF and MLX included, which are casts and not in
+        `codes`."""
         in_rows = (isinstance(spec.packing, CodesInRows) for spec in self.targets.values())
         return len(self.codes) + sum(in_rows)
 

@@ -381,7 +381,7 @@ def test_weights_that_are_codes_and_rounded_ones_that_are_not_are_counted(
     command = plan_command(Request.export(tmp_path / "hf", tmp_path / "out", MLX, scheme))
     stored = load_file(tmp_path / "hf" / "model.safetensors").values()
     coded = sum(each.dim() == 2 for each in stored) if scheme == "4bit" else 0
-    assert command.plan.coded_weights == coded
+    assert command.plan.coded_weight_count == coded
     (note,) = (note for note in command.notes if f"{dtype} in the result" in note)
     assert note.startswith(f"{len(stored) - coded} tensors that stay values are FP32")
 
