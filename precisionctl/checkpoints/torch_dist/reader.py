@@ -113,13 +113,15 @@ class TorchDistReader(MegatronReader):
         self.path, self.hints = path, hints
         self._optimizer_beside: Path | None = None
         self._gemma_4: ModelShape | None = None
+        """The model of config.json, if tensors of a Gemma 4 of Megatron-Bridge's were read by it."""
         self._sharing: Mapping[str, object] = {}
+        """What Bridge's own description says of its keys and values."""
         if index is None:
             self.path, self._optimizer_beside, index = _find(path, iteration, self.complete)
         self._index = index
         self._empty: bytes | None = None
         self._prefix = model_prefix(self._index.tensors)
-        tensors = logical_tensors(self._index.tensors, self.path, self._described)
+        tensors = logical_tensors(self._index.tensors, self.path, self._read_gemma_4)
         self._stored = LogicalTensors(self._with_buckets(tensors))
         specs = self._stored.specs
         trained = self._trained_towers
@@ -130,9 +132,10 @@ class TorchDistReader(MegatronReader):
         self._of_optimizer = {name: one for name, one in states.items() if kind_and_parameter(name)[1] not in trained}
         self._towers_optimizer = states.keys() - self._of_optimizer.keys()
 
-    def _described(self) -> ModelShape | None:
-        """The model of config.json, if there is one, by which a Gemma 4 of Bridge's is read. Raises as
-        `check_unused`, but where the reference is trusted."""
+    def _read_gemma_4(self) -> ModelShape | None:
+        """The model of config.json, if there is one: called for tensors of a Gemma 4 of Bridge's, which do not tell all
+        of it. `notes` says later what config.json alone said. Raises as `check_unused`, but where the reference is
+        trusted."""
         if not (config := config_of(self.companions)):
             return None
         self._gemma_4 = from_hf_config(config, self.companions.config_path)
