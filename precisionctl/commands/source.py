@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from precisionctl.architectures.param_map import Naming
 from precisionctl.checkpoints import huggingface
@@ -156,8 +157,8 @@ def open_source(request: Request) -> Source:
 
 
 def _encodings(request: Request, reader: Reader) -> WeightEncodings | None:
-    """How the weights are or were encoded, or for codes that nobody has chosen, how those of the reference are; None if
-    they are values, or if it is of no use for the result."""
+    """How the weights are or were encoded; None if they are values, or if it is of no use for the result. Values of the
+    same model as a reference get codes like the reference's (`_encodings_of_reference`) if nobody has chosen others."""
     if request.kind in _DECODED:
         return None
     encodings = None if request.drop_encodings else weight_encodings(reader)
@@ -173,19 +174,22 @@ def _encodings(request: Request, reader: Reader) -> WeightEncodings | None:
                 "weights in its form.",
             )
         return None  # engines read these codes only as they were released
-    if encodings is not None or not request.reference or request.kind != "codes" or request.chooses_codes:
-        return encodings
+    if encodings is None and request.reference and request.kind == "codes" and not request.chooses_codes:
+        return _encodings_of_reference(request.reference)
+    return encodings
 
-    # values of the same model get codes like those of a reference whose codes have names of their own, which no scheme
-    # writes; of any other reference no weights are read
-    if not huggingface.recognise(request.reference):
+
+def _encodings_of_reference(reference: Path) -> WeightEncodings | None:
+    """How the weights of a reference are encoded, if its codes have names of their own, which no scheme writes
+    (gpt-oss as released); of any other reference no weights are read."""
+    if not huggingface.recognise(reference):
         return None
-    companions = read_companions(request.reference)
+    companions = read_companions(reference)
     quantization = said_quantization(parse_json(companions.files["config.json"], companions.config_path))
     own = [name for name, each in quant_methods().items() if each.own_names]
     if not isinstance(quantization, Mapping) or quantization.get("quant_method") not in own:
         return None
-    return stored_weight_encodings(open_checkpoint(request.reference))
+    return stored_weight_encodings(open_checkpoint(reference))
 
 
 def _named_as_codes(request: Request, reader: Reader, encodings: WeightEncodings | None) -> Collection[str]:
