@@ -198,6 +198,7 @@ def _aliases_of(names: Collection[str], aliases: Sequence[Alias]) -> list[Alias]
 
 
 def _copies(aliases: Iterable[Alias], model: ModelShape) -> tuple[str, ...]:
+    """The names of the aliases in this model, one for each prediction layer where they are of these."""
     return tuple(
         filled(alias.hf, {"mtp_layer": model.num_layers + mtp})
         for alias in aliases
@@ -205,7 +206,11 @@ def _copies(aliases: Iterable[Alias], model: ModelShape) -> tuple[str, ...]:
     )
 
 
+_FIRST_NUMBER = re.compile(r"(\D+\.)(\d{1,9})\.")
+
+
 def _check_consumed(jobs: Iterable[Job], derived: tuple[str, ...], source: PlanSource) -> None:
+    """Raise MissingTensor or UnmappedTensor unless every tensor of the source is read by one job, or derived."""
     uses = Counter(name for job in jobs for name in (*job.reads, *job.copies))
     uses.update(derived)
     missing = [name for name in uses if name not in source.specs]
@@ -237,9 +242,6 @@ def _layer(name: str) -> tuple[str, int] | None:
     """What a name has before its first number, which is that of a layer, and the number; None without one."""
     match = _FIRST_NUMBER.match(name)
     return match and (match[1], int(match[2]))
-
-
-_FIRST_NUMBER = re.compile(r"(\D+\.)(\d{1,9})\.")
 
 
 def _check_stored(

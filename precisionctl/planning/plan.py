@@ -90,7 +90,7 @@ class Job:
     `name` is the Megatron parameter, `module` its module. `reads` is empty where biases of the target are filled with
     zeros, and `writes` where biases of the source have no place and must be zero. `copies` are tensors that the source
     stores as copies of `reads[0]` (a tied `lm_head`), and must equal it; names in `writes` beyond the row's own are
-    copies of its first. `codes` says which of `writes` become codes, and `factors` of which the products are written.
+    copies of its first. `codes` says which of `writes` become codes, and `factors` which are multiplied, and with what.
     """
 
     name: str

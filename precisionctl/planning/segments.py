@@ -55,16 +55,17 @@ def lower(
     """
     written = [shape[0] if shape else 1 for shape in row.shapes(model, target)]
     copies = writes[len(written) :]
-    merged, made = row.source.rearrangement, row.rearrangement
+    merging, splitting = row.source.rearrangement, row.rearrangement
     if keeps_tensors(row, source, target) or (
-        reads and isinstance(merged, Vocabulary) and isinstance(made, Vocabulary)
+        reads and isinstance(merging, Vocabulary) and isinstance(splitting, Vocabulary)
     ):
+        # whole tensors: cut off, or padded with zeros, as the vocabulary is padded
         pairs = [
             *zip(reads, writes, written, strict=False),
             *((next(iter(reads)), copy, written[0]) for copy in copies),
         ]
         segments = []
-        for read, write, rows in pairs:  # cut off, or padded with zeros, as the vocabulary is padded
+        for read, write, rows in pairs:
             kept = min(reads[read], rows)
             segments.append(Segment(read, 0, write, 0, kept))
             if kept < rows:
@@ -72,8 +73,8 @@ def lower(
         return segments
     if not reads:
         return [Segment(None, 0, write, 0, rows) for write, rows in zip(writes, written, strict=True)]
-    if isinstance(merged, InOrder) and isinstance(made, InOrder):
-        # not by numbers: a table of n-grams has hundreds of millions of rows
+    if isinstance(merging, InOrder) and isinstance(splitting, InOrder):
+        # one after the other on both sides: not by row numbers, as a table of n-grams has hundreds of millions of rows
         whole_or_parts = dict(zip(writes, written, strict=False))
         return [
             *_in_order(reads, whole_or_parts),
@@ -82,6 +83,8 @@ def lower(
     if sum(reads.values()) > MOST_ROWS:
         what = f"{sum(reads.values())} rows of `{next(iter(reads))}` and what goes with it"
         raise DamagedCheckpoint(what, do="No known model has as many. Is config.json this model's?")
+
+    # any other way: the table's own merge and split, of row numbers
     numbers, starts = _number(reads.values())
     whole = numbers[0] if source == "megatron" else row.source.merge(numbers, model)
     outputs = (whole,) if target == "megatron" else row.split(whole, model)
