@@ -233,6 +233,8 @@ def encode_by_scale_inv(values: Tensor, scale_inv: Tensor, codes: Tensor, scratc
 def _encode_pieces(
     values: Tensor, apply: Callable[[Tensor, Tensor], Tensor], factor: Tensor, codes: Tensor, scratch: Tensor
 ) -> None:
+    """Write `saturate(apply(values, factor))` into `codes`, both `[rows, columns]`, in tiles that fit `scratch`.
+    `apply` works in place (`mul_`, `div_`) and in FP32."""
     largest = largest_code(codes.dtype)
     saturates = codes.is_cpu and _cast_saturates(codes.dtype)
     for tile, by, into in _tiles(scratch.numel(), values, factor.expand(values.shape), codes):

@@ -31,6 +31,8 @@ SYNC_EVERY = 64 << 20
 writes while the workers copy."""
 
 OnBytes = Callable[[int], None]
+"""Is called with a number of further bytes that are done, for a progress bar."""
+
 _log = logging.getLogger(__name__)
 JobResult = tuple[Job, Outcome]
 """A finished job, and what it found out about its tensors."""

@@ -75,23 +75,6 @@ class Journal:
 
 
 @contextmanager
-def open_share_journal(output: Output, rank: int) -> Iterator[Journal]:
-    """The journal of another rank than the first, in the partial directory that the first rank has opened."""
-    token = _token(output)
-    assert token is not None, "the first rank has opened its journal"
-    header = {"id": token.decode(_ANY)}
-    with _locked(output, output.share_journal(rank)) as (file, text):
-        lines, length = _whole_lines(text)
-        journal = Journal(file)
-        if _is_of(lines, header):
-            journal._continue(lines[1:], length)
-        else:
-            file.truncate(0)
-            journal._append(header)
-        yield journal
-
-
-@contextmanager
 def open_journal(output: Output, digest: str, source: Fingerprints, *, ranks: int, restart: bool) -> Iterator[Journal]:
     """The locked journal of an output, with a partial directory that belongs to it. Both are created anew for a
     `restart`, and if there is nothing to continue.
@@ -122,6 +105,23 @@ def open_journal(output: Output, digest: str, source: Fingerprints, *, ranks: in
             identity = uuid.uuid4().hex
             journal._append({**header, "id": identity})
             output.token.write_text(identity)  # so that a journal is only used with the directory it was begun with
+        yield journal
+
+
+@contextmanager
+def open_share_journal(output: Output, rank: int) -> Iterator[Journal]:
+    """The journal of another rank than the first, in the partial directory that the first rank has opened."""
+    token = _token(output)
+    assert token is not None, "the first rank has opened its journal"
+    header = {"id": token.decode(_ANY)}
+    with _locked(output, output.share_journal(rank)) as (file, text):
+        lines, length = _whole_lines(text)
+        journal = Journal(file)
+        if _is_of(lines, header):
+            journal._continue(lines[1:], length)
+        else:
+            file.truncate(0)
+            journal._append(header)
         yield journal
 
 

@@ -274,6 +274,7 @@ class TorchDistReader(MegatronReader):
         return self.towers.own if isinstance(self.towers, BridgeTowers) else ()
 
     def _payloads(self, *, of_towers: bool) -> Iterator[SavedPayload]:
+        """Each `_extra_state` that is not empty, of the modules of towers or of all others."""
         modules = tuple({f"{name.partition('.')[0]}." for name in self._trained_towers})
         for key, span in self._index.objects.items():
             name = object_name(without_prefix(self._prefix, key)) or ""

@@ -123,6 +123,8 @@ class TorchDistWriter:
         (self.directory / MARKER).write_text(json.dumps(marker))
 
     def _write_objects(self, fp8: Fp8States | None) -> dict[str, torch_zip.Span]:
+        """Write all objects into one file: the `_extra_state` of modules, with this state or empty, and those of the
+        run. Returns where each is, by its key."""
         model = [name for name in self.specs if not name.startswith(OPTIMIZER)]
         experts = count_experts(model) or 1
         empty = dict.fromkeys(demanded(model), torch_zip_writer.EMPTY)
