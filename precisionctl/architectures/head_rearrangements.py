@@ -102,7 +102,7 @@ class GroupedThenGates(MovesRows):
 
 @dataclass(frozen=True)
 class RotaryPairs(MovesSingleRows):
-    """Query, key and value of another permutation, in which the two numbers of a rotary pair are neighbouring rows of
+    """Query, key and value of another rearrangement, in which the two numbers of a rotary pair are neighbouring rows of
     queries and keys, as in torchtitan. Hugging Face and Megatron have all first numbers of a head, then all second
     ones."""
 

@@ -229,10 +229,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Either:
-    """Spellings of the same rows in Hugging Face, told apart by names, or by shapes where the names are the same. The
-    stored one is read. Which is written follows from the Naming:
+    """Spellings of the same rows in Hugging Face, told apart by names, or by shapes where the names are the same.
+    `first` is the published one, and `other` is found in files too. The stored one is read. Which is written follows
+    from the Naming:
 
-    - `in memory`, `for engines`, `text alone`: the field of that name, if there is one
+    - `in memory`, `for engines`, `text alone`: `in_memory`, `for_engines`, `alone`, if there is one
     - `as stored`: the stored one, but for what is `for_engines` alone; with `only_read` the first
     - all others: the first
 
@@ -263,17 +264,17 @@ class Either:
         return Either(first, other, in_memory, for_engines, alone, self.only_read)
 
     def chosen(
-        self, stored: Mapping[str, TensorSpec], model: ModelShape, naming: Naming, codes: Collection[str]
+        self, stored: Mapping[str, TensorSpec], model: ModelShape, naming: Naming, named_as_codes: Collection[str]
     ) -> tuple[Row, ...]:
-        """The spelling that is written, with the one in `stored` as `as_stored` where that is another. `codes` are as
-        `Architecture.spelled` has them."""
+        """The spelling that is written, with the one in `stored` as `as_stored` where that is another. `named_as_codes`
+        as `Architecture.spelled` takes it."""
         read = self.first
         for other in filter(None, (self.in_memory, self.for_engines, self.other)):
             if _is_stored(read, other, stored, model):
                 read = other
 
         not_as_stored = self.for_engines, self.other if self.only_read else ()
-        of_codes = next((each for each in not_as_stored if _any_stored(each, codes, model, self.first)), None)
+        of_codes = next((each for each in not_as_stored if _any_stored(each, named_as_codes, model, self.first)), None)
         if of_codes:
             written = of_codes
         elif naming == "as stored" and not self.only_read and read is not self.for_engines:
@@ -337,13 +338,13 @@ class Architecture:
         stored: Mapping[str, TensorSpec],
         model: ModelShape,
         naming: Naming = "as stored",
-        codes: Collection[str] = (),
+        named_as_codes: Collection[str] = (),
     ) -> tuple[Row, ...]:
         """The rows, each in the spelling that `naming` asks for (Either), and with the spelling in `stored` as
-        `as_stored`. `codes` are the names of weights that become codes again."""
+        `as_stored`. `named_as_codes` are weights that get the names they have as codes, whatever `naming` is."""
         rows: list[Row] = []
         for row in (*self.rows, *self.more_rows(model)):
-            rows += (row,) if isinstance(row, Row) else row.chosen(stored, model, naming, codes)
+            rows += (row,) if isinstance(row, Row) else row.chosen(stored, model, naming, named_as_codes)
         return tuple(each for row in rows for each in row.by_size(model))
 
     @property

@@ -57,7 +57,7 @@ class ReadOff(Architecture):
         stored: Mapping[str, TensorSpec],
         model: ModelShape,
         naming: Naming = "as stored",
-        codes: Collection[str] = (),
+        named_as_codes: Collection[str] = (),
     ) -> tuple[Row, ...]:
         return tuple(rows(stored))
 

@@ -80,7 +80,7 @@ class WrappedArchitecture(Architecture):
         stored: Mapping[str, TensorSpec],
         model: ModelShape,
         naming: Naming = "as stored",
-        codes: Collection[str] = (),
+        named_as_codes: Collection[str] = (),
     ) -> tuple[Row, ...]:
         if naming == "in memory" and self.wrapper.body != WRAPPERS[self.wrapper.model_type].in_memory[0]:
             raise MappingError(
@@ -89,7 +89,7 @@ class WrappedArchitecture(Architecture):
             )
         towers = {name: spec for name, spec in stored.items() if not self.wrapper.is_text(name)}
         rows = (replace(row, megatron=TOWERS + row.hf[0], gemm=False, expert=False) for row in rows_of(towers))
-        return (*super().spelled(stored, model, naming, codes), *rows)
+        return (*super().spelled(stored, model, naming, named_as_codes), *rows)
 
     def in_memory(self, stored: Mapping[str, TensorSpec], model: ModelShape) -> dict[str, str]:
         """Those of the text model: what towers are called in memory is not known here."""

@@ -135,7 +135,7 @@ def open_source(request: Request) -> Source:
         optimizer=run_reader is not None,
         masters=masters is not None,
         naming=_naming(request, reader, engine),
-        codes=_named_as_codes(request, reader, encodings),
+        named_as_codes=_named_as_codes(request, reader, encodings),
     )
     if storage.container == TORCHTITAN:
         plan = with_torchtitan_names(plan)

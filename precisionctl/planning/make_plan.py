@@ -58,7 +58,7 @@ def make_plan(
     optimizer: bool = False,
     masters: bool = False,
     naming: Naming = "as stored",
-    codes: Collection[str] = (),
+    named_as_codes: Collection[str] = (),
 ) -> Plan:
     """Plan the way from `source` to a checkpoint of layout `target`.
 
@@ -68,9 +68,9 @@ def make_plan(
     or as it is stored if both sides are Megatron's. With `masters`, weights are made of its FP32 masters, where it has
     any.
 
-    `naming` chooses names of the target, where there is a choice, and `codes` are weights that are to have the names
-    that they had as codes. What is named as trainers have it (`OF_TRAINERS`) also has copies of tied tensors, and with
-    `optimizer` no masters beside the weights, but as weights.
+    `naming` chooses names of the target, where there is a choice, and `named_as_codes` are weights that are to have the
+    names that they have as codes. What is named as trainers have it (`OF_TRAINERS`) also has copies of tied tensors,
+    and with `optimizer` no masters beside the weights, but as weights.
 
     Raises UnknownArchitecture, UnmappedTensor, MissingTensor, ShapeMismatch, MappingError or PrecisionError.
     """
@@ -79,7 +79,7 @@ def make_plan(
         architecture = table_of(source.model)
         if target == "megatron":
             checks.check_megatron_has(source.model)
-        rows = architecture.spelled(_hf_specs(source), source.model, naming, codes)
+        rows = architecture.spelled(_hf_specs(source), source.model, naming, named_as_codes)
         if target == "hf" and source.model.wrapper and not any(isinstance(row, TensorRow) for row in rows):
             raise MissingTensor(
                 f"the towers of this `{source.model.wrapper.model_type}` are not beside its text model",

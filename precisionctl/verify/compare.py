@@ -125,8 +125,8 @@ def _side(reader: Reader, other: Reader) -> _Side:
     of_mlx, others_of_mlx = (saved_by_mlx(side.files) for side in (reader, other))
     without_towers = _without_towers(reader, other)
     naming: Naming = "text alone" if without_towers else "as saved"
-    codes = names_as_codes(reader.model) if of_mlx or others_of_mlx else ()
-    plan = make_plan(reader, "hf", naming=naming, codes=codes)
+    as_codes = names_as_codes(reader.model) if of_mlx or others_of_mlx else ()
+    plan = make_plan(reader, "hf", naming=naming, named_as_codes=as_codes)
     if others_of_mlx:
         plan = plan.of_jobs(mlx_has)
     tensors = HfTensors(reader, plan.text_alone if without_towers else plan)

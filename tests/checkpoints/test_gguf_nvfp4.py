@@ -135,7 +135,7 @@ def test_codes_of_two_tensors_that_become_one_are_not_kept(monkeypatch: pytest.M
         for name, size in zip(names(row, "hf", place), row.shapes(model, "hf"), strict=True)
     }
     source = SimpleNamespace(path=None, layout="hf", model=model, specs=specs)
-    plan = make_plan(source, "hf", codes=hf_names(model))
+    plan = make_plan(source, "hf", named_as_codes=hf_names(model))
     of_slice = [job.reads for job in plan.jobs if "model.layers.0.experts.gate_up_proj[0]" in job.writes]
     assert of_slice == [tuple(f"model.layers.0.experts.0.{part}_proj.weight" for part in ("gate", "up"))]
     family = FAMILIES[model.architecture].of(model)
