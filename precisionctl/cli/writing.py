@@ -197,7 +197,8 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
 @click.option(
     "--recipe",
     type=RecipeName(),
-    help="Recipe whose keep_bf16 names modules to keep in BF16: a bundled name or a TOML file.",
+    help="Recipe that says which modules stay in BF16, and whether scales of blocks are powers of two. Default: as in "
+    "the run.",
 )
 @max_shard_size_option
 @iteration_option

@@ -1,7 +1,6 @@
 """Results whose weights are codes for an inference engine, in a scheme that it reads."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,20 +15,21 @@ from precisionctl.commands.notes import (
     four_bit_notes,
     in_bf16_notes,
     input_scale_notes,
+    kept_notes,
     known_state_notes,
     rounded_notes,
     uncoded_tower_notes,
     unreached_notes,
 )
-from precisionctl.commands.request import Request, numerics
-from precisionctl.commands.run_precision import precision_if_known
+from precisionctl.commands.request import Request
+from precisionctl.commands.run_precision import precision_of_export
 from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import source_notes
 from precisionctl.conversion.recoding import recoding_notes
 from precisionctl.engines.base import Engine
 from precisionctl.engines.rules.rule import Finding
 from precisionctl.engines.serving import ServingLayout
-from precisionctl.errors import PrecisionError, RecipeError, UnknownArchitecture
+from precisionctl.errors import PrecisionError, RecipeError
 from precisionctl.export import kv_cache
 from precisionctl.export.as_before import all_mxfp4, in_powers_of_2
 from precisionctl.export.encode import InScheme, WeightFormat, encode, fp8_jobs, in_scheme, modules_in_bf16
@@ -37,11 +37,10 @@ from precisionctl.export.model_card import INPUTS_BY_ENGINE, INPUTS_IN_BF16, Car
 from precisionctl.export.schemes import best_scheme, kept_in_four_bits, takes
 from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.param import is_slice
+from precisionctl.planning.gemm_selection import groups_asked_for
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.planning.served_model import served
-from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import FOUR_BITS, SCHEMES, Scheme, quant_methods
-from precisionctl.sizes import counted
 from precisionctl.untrusted.safe_json import parse_json
 
 _SCHEMES: Mapping[Scaling, Scheme] = {
@@ -76,8 +75,9 @@ class _EngineCodes:
 
     def result(self) -> Result:
         request, source, engine, known = self.request, self.source, self.engine, self.source.known
-        precision = numerics(request.recipe, source.plan.model)
-        jobs = fp8_jobs(source.plan, precision)
+        precision = precision_of_export(request.recipe, source.trained_in, source.plan.model)
+        asked = groups_asked_for(source.plan, request.include)
+        jobs = fp8_jobs(source.plan, precision, asked)
         scheme, why = self._scheme(jobs)
         form = self._format(scheme, why)
         self._check_blocks(scheme, ())  # before amaxes are asked for, which nothing would need
@@ -100,7 +100,7 @@ class _EngineCodes:
         fixed = input_scale_notes(known.current, request.fp8_state, file_is_noted=True)
         read = (source.reader.path if request.iteration is not None else None) or request.source
         notes = [
-            *([f"Scheme {scheme}: {why}.", *precision_if_known(source.reader)[1]] if why else ()),
+            *([f"Scheme {scheme}: {why}.", *source.run[1]] if why else ()),
             *(fixed if SCHEMES[scheme].fixed_inputs else ()),
             # of an export the choice of the scheme names outdated state; a conversion carries state along, used or not
             *(known.notes if request.target else known_state_notes(known, carried=True)),
@@ -111,7 +111,7 @@ class _EngineCodes:
             *kv_cache.of_no_cache(source.encodings, source.plan),
             *source_notes(source),
             *in_bf16_notes(source.reader, source.plan, precision, scheme, policy.refused),
-            *self._notes_of_bf16_in_the_run(policy.jobs),
+            *kept_notes(source.plan, precision, asked, recipe=request.recipe, options="--include or a --recipe"),
             *uncoded_tower_notes(plan),
             *rounded_notes(source.reader, plan),
             *(f"{engine.title} computes otherwise: {each.what}; {each.rule.text}." for each in self._passed_over(plan)),
@@ -131,7 +131,8 @@ class _EngineCodes:
         if scheme := self.request.scheme_of_codes:
             return scheme, ""
         of_run = [each for each in self._schemes_of_run if self._takes(each, jobs)]
-        run = scaling_words(self._run.scaling) if self._run else ""
+        trained = source.trained_in
+        run = scaling_words(trained.scaling) if trained else ""
         scheme, why = best_scheme(
             engine,
             source.plan.model,
@@ -144,7 +145,7 @@ class _EngineCodes:
             recordable=lambda fixed: self._misfits(jobs, self._format(fixed, "")).left() if source.states else jobs,
             are_codes=bool(source.reader.encodings),
         )
-        if self._run and not self._run.keeps_state and scheme not in of_run:
+        if trained and not trained.keeps_state and scheme not in of_run:
             why += f". The run was in {run}"
             if not self._schemes_of_run:
                 why += ", whose numbers no scheme has"
@@ -159,34 +160,15 @@ class _EngineCodes:
             why += f". The weights are {codes} codes, and four bits are written only if you ask: --scheme {own}"
         return scheme, why
 
-    @cached_property
-    def _run(self) -> Precision | None:
-        """The FP8 or NVFP4 precision in which a run wrote the source, where that says it in words known here."""
-        run, _ = precision_if_known(self.source.reader)
-        return run.precision if run and run.trained else None
-
     @property
     def _schemes_of_run(self) -> tuple[Scheme, ...]:
         """The schemes whose weights are like the numbers that a run without state computed with, the better one first;
         none of a run in current scaling, whose weights have one scale each, and those of `dynamic` one per channel."""
-        if self._run is None or self._run.scaling in ("delayed", "current"):
+        run = self.source.trained_in
+        if run is None or run.scaling in ("delayed", "current"):
             return ()
-        scheme = _SCHEMES[self._run.scaling]
+        scheme = _SCHEMES[run.scaling]
         return (scheme, "nvfp4a16") if SCHEMES[scheme].fixed_inputs else (scheme,)
-
-    def _notes_of_bf16_in_the_run(self, coded: Sequence[Job]) -> Iterator[str]:
-        """The note on modules that become codes, and that the run kept in BF16."""
-        plan, modules = self.source.plan, set[str]()
-        if self._run is None or self.request.recipe is not None:
-            return
-        with suppress(RecipeError, UnknownArchitecture):  # numbers of layers that another model has
-            in_fp8 = {job.module for job in fp8_jobs(plan, numerics(self._run, plan.model))}
-            modules = {job.module for job in coded} - in_fp8
-        if modules:
-            yield (
-                f"{counted(len(modules), 'module')} that the run kept in BF16, e.g. `{min(modules)}`, become codes: a "
-                "--recipe like the run's leaves them in BF16."
-            )
 
     def _takes(self, scheme: Scheme, jobs: Sequence[Job]) -> bool:
         """Whether the engine takes the weights of all these jobs in a scheme."""
@@ -218,8 +200,10 @@ class _EngineCodes:
         rounding: ScaleRounding = "BF16" if engine.methods[method].bf16_scales else "FP32"
         were = source.encodings  # of values too: those that have not changed get their codes again
         were_powers = were is not None and (in_powers_of_2(were) or all_mxfp4(were))  # values of MXFP4 stay exact
-        of_run = self._run is not None and self._run.scaling == "block" and not self._run.f32_block_scales
-        if scheme == "block" and (were_powers or of_run or source.plan.model.architecture in engine.blocks_alone):
+        recipe = source.request.recipe
+        trained = recipe if recipe is not None and recipe.scaling == "block" else source.trained_in
+        as_trained = trained is not None and trained.scaling == "block" and not trained.f32_block_scales
+        if scheme == "block" and (were_powers or as_trained or source.plan.model.architecture in engine.blocks_alone):
             rounding = "powers of 2"
         return WeightFormat(quant_methods()[method], scheme, rounding)
 
@@ -278,7 +262,8 @@ class _EngineCodes:
             raise PrecisionError(
                 f"{self.engine.title} does not load it: {found[0].what}; {found[0].rule.text}",
                 where=found[0].where,
-                do="Choose `export-inference --scheme block`, with all linears of that name.",
+                do="Choose `export-inference --scheme block`, with all linears of that name; --include takes those "
+                "that stay in BF16.",
             )
 
     def _check_stored(self, plan: Plan, form: WeightFormat) -> None:

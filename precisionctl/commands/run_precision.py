@@ -12,10 +12,12 @@ from precisionctl.checkpoints.megatron.arguments import recipe_words
 from precisionctl.checkpoints.megatron.directory import of_megatron
 from precisionctl.checkpoints.megatron.keys import RUN_FILE
 from precisionctl.checkpoints.run_file import ended_in_bf16, identity_of_run
+from precisionctl.commands.request import numerics
 from precisionctl.conversion.known_state import KnownState
-from precisionctl.errors import DamagedCheckpoint, RecipeError
+from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownArchitecture
 from precisionctl.megatron_flags import coded_words, keys_of
-from precisionctl.precision import Precision
+from precisionctl.model.model_shape import ModelShape
+from precisionctl.precision import PRESETS, Precision
 from precisionctl.recipe import flat, recipe_of
 
 _OF_ONE_RUN = ("precision.fp8", "precision.schedule")
@@ -57,6 +59,16 @@ def precision_if_known(reader: Reader) -> tuple[RunPrecision | None, tuple[str, 
     except (DamagedCheckpoint, RecipeError) as error:
         return None, (f"What precision the run was in is not known: {error.what}.",)
     return run, () if run else unknown_arguments(reader)
+
+
+def precision_of_export(recipe: Precision | None, run: Precision | None, model: ModelShape) -> Precision:
+    """The precision that says which modules of an export stay in BF16: a given recipe, else that of the run that wrote
+    the source. Numbers of layers that another model has, as a run's say, are passed over."""
+    if recipe is None and run is not None:
+        ends = {key: getattr(run, key) for key in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")}
+        with suppress(RecipeError, UnknownArchitecture):
+            return numerics(replace(PRESETS["fp8-delayed"], keep_bf16=run.keep_bf16, **ends), model)
+    return numerics(recipe, model)
 
 
 def unknown_arguments(reader: Reader) -> tuple[str, ...]:

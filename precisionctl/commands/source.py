@@ -17,6 +17,7 @@ from precisionctl.checkpoints.other_trainers.trainer_run import of_trainer
 from precisionctl.checkpoints.run_reader import RunReader, of_run
 from precisionctl.commands.hints import open_hinted
 from precisionctl.commands.request import LLAMA_CPP, MLX, OTHER_TARGETS, TE, Request
+from precisionctl.commands.run_precision import RunPrecision, precision_if_known
 from precisionctl.commands.storage import TORCHTITAN
 from precisionctl.commands.torchtitan_names import with_torchtitan_names
 from precisionctl.conversion.journal import Fingerprints, fingerprints
@@ -34,6 +35,7 @@ from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.gemm_selection import choose
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
+from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import SCHEMES, quant_methods
 from precisionctl.untrusted.safe_json import parse_json
 
@@ -71,6 +73,18 @@ class Source:
         """The usable state, with roles that were never recorded filled in from the fixed input scales."""
         current, fixed = self.known.current, self.state_of_fixed_scales
         return filled_in(current, fixed) if current and fixed else current or fixed
+
+    @cached_property
+    def run(self) -> tuple[RunPrecision | None, tuple[str, ...]]:
+        """The precision of the run that wrote the source, where that says it; and a note where it says it in words not
+        known here."""
+        return precision_if_known(self.reader)
+
+    @property
+    def trained_in(self) -> Precision | None:
+        """The FP8 or NVFP4 precision in which a run wrote the source, where that is known."""
+        run, _ = self.run
+        return run.precision if run and run.trained else None
 
     @property
     def encodings_now(self) -> WeightEncodings | None:

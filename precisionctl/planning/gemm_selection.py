@@ -37,15 +37,25 @@ def choose(plan: Plan, include: Sequence[str], exclude: Sequence[str]) -> Plan:
     return replace(plan, jobs=tuple(jobs))
 
 
+def groups_asked_for(plan: Plan, include: Sequence[str]) -> set[str]:
+    """The groups of a chosen plan's FP8 weights that the patterns name, whatever a recipe keeps in BF16."""
+    names = [name for job in plan.jobs for name in job.weights]
+    return {precision_group(name) for name in names if any(_matches(name, pattern) for pattern in include)}
+
+
+def _matches(weight: str, pattern: str) -> bool:
+    return fnmatchcase(weight.removesuffix(".weight"), pattern)
+
+
 def _groups(linears: Iterable[str], patterns: Sequence[str], reasons: Mapping[str, str]) -> set[str]:
     """The groups of the weights that match the patterns. `reasons` says of other tensors why they can be no FP8 GEMM's
     weight."""
     found = set()
     for pattern in patterns:
-        groups = {precision_group(name) for name in linears if fnmatchcase(name.removesuffix(".weight"), pattern)}
+        groups = {precision_group(name) for name in linears if _matches(name, pattern)}
         if not groups:
             for name, why in reasons.items():
-                if fnmatchcase(name.removesuffix(".weight"), pattern):
+                if _matches(name, pattern):
                     raise RecipeError(
                         f"{pattern!r} names `{name}`, which never becomes codes: it is {why}",
                         do="Leave the pattern out: engines read such tensors as values.",

@@ -19,8 +19,9 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.commands.run_precision import precision_of_run
 from precisionctl.engines.base import engine_named
+from precisionctl.errors import MissingFp8State
 from precisionctl.fp8 import sidecar
-from precisionctl.precision import PRESETS
+from precisionctl.precision import PRESETS, BlockScaling
 from precisionctl.verify.compare import compare
 from precisionctl.verify.engine_rules import check
 
@@ -30,6 +31,11 @@ NVFP4 = {"fp4": "e2m1", "fp4_recipe": "nvfp4"}
 BLOCK = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
 MXFP8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8"}
 CURRENT = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+DELAYED = {"fp8": "hybrid", "fp8_recipe": "delayed"}
+LAST = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 1}
+"""Megatron's arguments of a run that kept its last layer in BF16."""
+ATTENTION = tuple(f"self_attn.{name}_proj" for name in "qkvo")
+MLP = tuple(f"mlp.{name}_proj" for name in ("gate", "up", "down"))
 
 
 @pytest.fixture(scope="module")
@@ -163,19 +169,77 @@ def test_blocks_of_a_run_have_its_scales_which_are_powers_of_two(
     assert compare(open_checkpoint(source), open_checkpoint(tmp_path / "out")).equal
 
 
-def test_modules_that_the_run_kept_in_bf16_and_that_become_codes_are_told(place: Path, tmp_path: Path) -> None:
-    ends = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 1}
-    source = of_run(place, tmp_path / "run", **NVFP4, **ends)
+@pytest.mark.parametrize(
+    ("args", "f32_scales", "expected"),
+    [({}, False, "ue8m0"), ({}, True, None), (BLOCK, True, None), (NVFP4, False, "ue8m0")],
+)
+@pytest.mark.parametrize("to", ["export", "convert"])
+def test_blocks_under_a_recipe_have_its_scales_whatever_the_run_had(
+    place: Path, tmp_path: Path, args: dict[str, Any], f32_scales: bool, expected: str | None, to: str
+) -> None:
+    """A rollout computes on the grid of the training that the recipe is of."""
+    source, out = of_run(place, tmp_path / "run", **args), tmp_path / "out"
+    recipe = replace(PRESETS["fp8-block"], block=BlockScaling(use_f32_scales=f32_scales))
+    if to == "export":
+        request = Request.export(source, out, "vllm", "block", recipe=recipe)
+    else:
+        request = Request(source, out, "hf", "fp8", recipe=recipe)
+    carry_out(request, workers=1)
+    assert json.loads((out / "config.json").read_text())["quantization_config"].get("scale_fmt") == expected
+    stored = load_file(out / "model.safetensors")
+    scales = torch.cat([each.flatten() for name, each in stored.items() if name.endswith("_scale_inv")])
+    assert bool((scales.log2().frac() == 0).all()) is (expected is not None)
 
-    def told(**options: Any) -> list[str]:
-        notes = plan_command(Request.export(source, tmp_path / "out", "vllm", **options)).notes
-        return [note for note in notes if "that the run kept in BF16" in note]
 
-    (note,) = told()
-    assert note.startswith(
-        "4 modules that the run kept in BF16, e.g. `decoder.layers.1.mlp.linear_fc1`, become codes: "
-    )
-    assert told(exclude=("model.layers.1.*",)) == []
-    assert told(recipe=replace(PRESETS["nvfp4"], num_layers_at_end_in_bf16=1)) == []
+@pytest.mark.parametrize(("args", "expected"), [(BLOCK, "ue8m0"), ({}, None)])
+def test_a_recipe_of_other_scaling_says_nothing_of_blocks(
+    place: Path, tmp_path: Path, args: dict[str, Any], expected: str | None
+) -> None:
+    source = of_run(place, tmp_path / "run", **args)
+    request = Request.export(source, tmp_path / "out", "vllm", "block", recipe=PRESETS["fp8-delayed"])
+    assert plan_command(request).plan.quantization.get("scale_fmt") == expected
+
+
+def test_modules_that_the_run_kept_in_bf16_stay_there_unless_others_are_asked_for(place: Path, tmp_path: Path) -> None:
+    source = of_run(place, tmp_path / "run", **NVFP4, **LAST)
+    last = {f"model.layers.1.{name}.weight" for name in (*ATTENTION, *MLP)}
+
+    def told(stay: set[str], **options: Any) -> list[str]:
+        """The note, after a look at which linears of both layers stay values."""
+        command = plan_command(Request.export(source, tmp_path / "out", "vllm", **options))
+        linears = {name.replace(".1.", f".{layer}.") for name in last for layer in (0, 1)}
+        assert linears - set(command.plan.codes) == stay
+        listed = {f"{name}.weight" for name in command.plan.quantization["ignore"]}
+        assert linears & listed == stay
+        return [note for note in command.notes if "stay in BF16" in note or "stays in BF16" in note]
+
+    said = "linears stay in BF16, e.g. `model.layers.1.{}`: the run kept them there, or what is computed with them; "
+    said += "--include or a --recipe chooses."
+    assert told(last) == [f"7 {said}".format(ATTENTION[0])]
+    assert told(last, scheme="dynamic") == told(last)
+    mlp = {f"model.layers.1.{name}.weight" for name in MLP}
+    assert told(mlp, include=("*.self_attn.*",)) == [f"3 {said}".format(MLP[0])]
+    gate_up = {f"model.layers.1.mlp.{name}.weight" for name in ("gate_proj", "up_proj")}
+    assert told(last - gate_up, include=("*.up_proj",)) == [f"5 {said}".format(ATTENTION[0])], "gate with up"
+    assert told(last, include=("*.up_proj",), exclude=("*.layers.1.*",)) == [], "which says so itself"
+    assert told(set(), recipe=PRESETS["nvfp4"]) == []
+    assert told(last, recipe=replace(PRESETS["nvfp4"], num_layers_at_end_in_bf16=1)) == []
     change_args(source / "iter_0000003", num_layers_at_end_in_bf16=99)  # of another model
-    assert told() == []
+    assert told(set()) == []
+
+
+@pytest.mark.parametrize("target", ["vllm", "te"])
+def test_a_run_in_delayed_scaling_gets_fixed_input_scales_where_it_computed_in_fp8(
+    place: Path, tmp_path: Path, target: str
+) -> None:
+    """No amax is recorded of the inputs of a layer in BF16."""
+    source, every = of_run(place, tmp_path / "run", **DELAYED, **LAST), sidecar.read(place / "state")
+    recorded = {name: state for name, state in every.modules.items() if ".layers.1." not in name}
+    sidecar.write(tmp_path / "state", replace(every, modules=recorded))
+    request = Request.export(source, tmp_path / "out", target, fp8_state=tmp_path / "state")
+    command = plan_command(request)
+    assert sum("7 linears stay in BF16, e.g. `model.layers.1." in note for note in command.notes) == 1
+    if target == "vllm":
+        assert any(note.startswith("Scheme static: the FP8 state has an amax for every") for note in command.notes)
+    with pytest.raises(MissingFp8State):
+        plan_command(replace(request, recipe=PRESETS["fp8-delayed"], scheme="static"))

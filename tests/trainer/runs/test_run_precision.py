@@ -271,7 +271,7 @@ def test_an_export_of_a_run_is_in_its_precision(place: Path, in_fp4: Path, tmp_p
     notes = plan_command(Request.export(in_fp4, tmp_path / "export", "vllm")).notes
     (scheme,) = [note for note in notes if note.startswith("Scheme ")]
     assert scheme.startswith("Scheme nvfp4a16: the run was in NVFP4, and ")
-    assert any("that the run kept in BF16, e.g. `decoder.layers." in note for note in notes), "its last layer"
+    assert any("linears stay in BF16, e.g. `model.layers." in note for note in notes), "its last layer"
     notes = plan_command(Request.export(place / "delayed", tmp_path / "export", "vllm")).notes
     assert not any("The run was" in note or "the run was" in note for note in notes)
 
