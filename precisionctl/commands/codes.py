@@ -247,11 +247,15 @@ class _EngineCodes:
         if isinstance(plan.model, UntabledModel) and request.ranks > 1:
             raise plan.model.why
         layout = served(plan.model, plan.targets, request.ranks, expert_parallel=request.expert_parallel)
-        if found := engine.division.check_spread(plan.targets, layout) or engine.division.check_groups(layout):
+        if found := engine.division.check(plan.targets, layout):
+            fewer = range(request.ranks - 1, 0, -1)
+            taken = next((each for each in fewer if not engine.division.check(plan.targets, layout.on(each))), None)
             raise PrecisionError(
                 f"{engine.title} cannot divide it: {found[0].what}; {found[0].rule.text}",
                 where=found[0].where,
-                do="Choose another --tp" + (", or leave --expert-parallel out." if request.expert_parallel else "."),
+                do="Choose another --tp"
+                + (f", such as {taken}" if taken else "")
+                + (", or leave --expert-parallel out." if request.expert_parallel else "."),
             )
         return layout
 

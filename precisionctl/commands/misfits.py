@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,6 +64,8 @@ class Misfits:
         others = self._others()
         fitting = " or ".join(each.form.scheme for each in others if each.all_fit())
         or_all = f"--scheme {fitting}, which takes them, or " if fitting else ""
+        if divisions := " or ".join(self._divisions()):
+            or_all += f"{divisions}, under which all fit, or "
         if self._takes(left):
             return (
                 f"`export-inference` has {or_all}--keep-misfits, which leaves them in BF16 with what is computed with "
@@ -71,8 +73,22 @@ class Misfits:
             )
         keeping = " or ".join(each.form.scheme for each in others if each._takes(each.left()))
         if keeping and not fitting:
-            or_all = f"--keep-misfits in another scheme (--scheme {keeping}), which takes some of them, or "
+            or_all += f"--keep-misfits in another scheme (--scheme {keeping}), which takes some of them, or "
         return f"`export-inference` has {or_all}--target, for another engine."
+
+    def _divisions(self) -> Iterator[str]:
+        """The options by which the engine's GPUs would cut the model so that it takes all weights: experts whole, or
+        the largest smaller number of GPUs."""
+        division, ranks = self.engine.division, self.layout.ranks
+        if ranks > 1 and division.experts and not self.layout.expert_parallel:
+            if self._fit_on(replace(self.layout, expert_parallel=True)):
+                yield "--expert-parallel"
+        if fewer := next((each for each in range(ranks - 1, 0, -1) if self._fit_on(self.layout.on(each))), None):
+            yield f"--tp {fewer}"
+
+    def _fit_on(self, layout: ServingLayout) -> bool:
+        """Whether the engine takes all weights as another layout divides them."""
+        return not self.engine.division.check(self.plan.targets, layout) and replace(self, layout=layout).all_fit()
 
     def _others(self) -> list[Misfits]:
         """Those of the same export in the engine's other schemes; in four-bit ones only if this one has four bits."""

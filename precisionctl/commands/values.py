@@ -50,6 +50,8 @@ from precisionctl.megatron_flags import stateless_words, words_of_bf16
 from precisionctl.planning.plan import check_fp8_gemms
 from precisionctl.precision import PRESETS, Precision
 
+_NO_PAYLOADS = ("--te-version changes nothing: the result has no state of Transformer Engine.",)
+
 
 def as_values(source: Source) -> Result:
     """A result of values. Raises PrecisionError for weights that no FP8 GEMM takes, where it is to be trained in FP8,
@@ -100,6 +102,7 @@ def as_values(source: Source) -> Result:
         *not_known,
         *(state.notes if state else ()),
         *(payload_notes(storage.te_version, expert_ranks) if live else ()),
+        *(_NO_PAYLOADS if storage.te_version != 2 and not live else ()),
         *known_state_notes(known, carried=sidecar is known.outdated and not live),
         *(code_notes(encodings) if reader.encodings and encodings else decoded_notes(reader)),
     ]

@@ -164,6 +164,10 @@ class ServingLayout:
             found = (HeadCounts(heads, groups),)
         return cls(found, ranks, str(config.get("model_type")), expert_parallel)
 
+    def on(self, ranks: int) -> "ServingLayout":
+        """The same model on another number of GPUs."""
+        return replace(self, ranks=ranks, expert_parallel=self.expert_parallel and ranks > 1)
+
     @property
     def uneven(self) -> str | None:
         """Which heads the GPUs do not divide evenly, in words; None if there are none."""

@@ -82,6 +82,39 @@ def test_where_no_scheme_takes_all_one_that_takes_some_is_advised_with_keep_misf
         assert not [each for each in check(open_checkpoint(out), engine_named("vllm")) if each.rule.fatal]
 
 
+@pytest.mark.parametrize(
+    ("family", "sizes", "ranks", "expected"),
+    [
+        # an expert of 256 rows is two whole blocks, or one for each of two GPUs; heads and shared linears go in four
+        ("qwen3-moe", {"moe_intermediate_size": 256, "intermediate_size": 512}, 4, ["--expert-parallel", "--tp 2"]),
+        ("qwen3-moe", {"moe_intermediate_size": 128, "intermediate_size": 512}, 2, ["--expert-parallel", "--tp 1"]),
+        ("llama-3", {"intermediate_size": 384}, 2, ["--tp 1"]),
+        ("llama-3", {"intermediate_size": 160}, 2, []),  # no whole blocks on one either
+    ],
+)
+def test_what_is_advised_of_gpus_against_misfits_works(
+    tmp_path: Path, family: str, sizes: dict[str, Any], ranks: int, expected: list[str]
+) -> None:
+    wide = {"hidden_size": 512, "head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
+    pico.save(tmp_path / "source", family, dtype=torch.bfloat16, **wide, **sizes)
+    said = refused(tmp_path / "source", tmp_path / "out", "vllm", "block", ranks=ranks)
+    assert re.findall(r"--expert-parallel(?= or|,)|--tp \d+", said) == expected
+    for number, option in enumerate(expected):
+        more = {"expert_parallel": True} if option == "--expert-parallel" else {"ranks": int(option.split()[1])}
+        out, layout = tmp_path / str(number), {"ranks": ranks, **more}
+        conversions.carry_out(Request.export(tmp_path / "source", out, "vllm", "block", **layout), workers=1)
+        found = check(open_checkpoint(out), engine_named("vllm"), layout.pop("ranks"), **layout)
+        assert not [each for each in found if each.rule.fatal]
+
+
+def test_another_number_of_gpus_is_advised_that_divides_heads(tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 192, "head_dim": 16}
+    pico.save(tmp_path / "source", "llama-3", dtype=torch.bfloat16, **heads)
+    said = refused(tmp_path / "source", tmp_path / "out", "vllm", "dynamic", ranks=5)
+    assert "12 attention heads in 6 query groups on 5 GPUs" in said
+    assert said.endswith("Choose another --tp, such as 3.")  # of 12 heads and 6 groups, 4 divides no group
+
+
 def test_four_bits_of_rows_that_gpus_share_are_refused_by_the_export_as_by_verify(tmp_path: Path) -> None:
     """Bamba's mixers have one group, whose rows vLLM's mamba_v2_sharded_weight_loader gives to every GPU."""
     sizes = {**pico.ONE_GROUP["bamba"], "hidden_size": 256, "intermediate_size": 256}

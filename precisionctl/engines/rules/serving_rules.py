@@ -137,6 +137,10 @@ class Division:
     evenly: bool = False
     whole_groups: EngineRule | None = None
 
+    def check(self, names: Iterable[str], served: ServingLayout) -> list[Finding]:
+        """Why the engine does not divide a model with these tensors, of which some are codes, as a finding."""
+        return self.check_spread(names, served) or self.check_groups(served)
+
     def check_spread(self, names: Iterable[str], served: ServingLayout) -> list[Finding]:
         """Why the engine does not divide a model with these tensors, as a finding: GPUs do not divide its heads; or its
         experts are to be dealt out whole, and there are none, or the GPUs do not divide their number."""

@@ -256,6 +256,20 @@ def test_what_megatron_s_arguments_cannot_say_of_a_run_is_noted(place: Path, tmp
     assert said.format("block.use_f32_scales") in notes
 
 
+def test_a_version_of_te_is_said_to_change_nothing_where_no_state_is_written(
+    place: Path, in_fp4: Path, tmp_path: Path
+) -> None:
+    said = "--te-version changes nothing: the result has no state of Transformer Engine."
+    for source, precision, written in (
+        (in_fp4, "fp8", False),
+        (in_fp4, "keep", False),
+        (place / "delayed", "fp8", True),
+    ):
+        request = Request(source, tmp_path / "out", "megatron", precision, te_version=1)
+        assert (said in plan_command(request).notes) is not written
+        assert said not in plan_command(replace(request, te_version=2)).notes
+
+
 @pytest.mark.parametrize("to", [{}, {"container": "dcp"}], ids=str)
 def test_where_nothing_says_the_precision_of_a_run_without_state_a_note_does(
     place: Path, in_fp4: Path, tmp_path: Path, to: dict[str, Any]
