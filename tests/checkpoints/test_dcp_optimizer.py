@@ -28,6 +28,7 @@ from precisionctl.checkpoints.dcp.dcp_model import DcpModelReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.other_trainers.trainer_run import ParameterGroup, muon_settings
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.commands.hints import open_hinted
 from precisionctl.dtypes import DType
 from precisionctl.errors import (
     CheckpointError,
@@ -214,6 +215,52 @@ def test_pytorch_lightnings_optimizer_has_a_number(tmp_path: Path, key: str) -> 
     conversions.assert_same_tensors(tmp_path / "flat", tmp_path / "out")
     found, expected = optimizer_in(tmp_path / "out"), optimizer_in(tmp_path / "flat")
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize(
+    ("file", "saved"),
+    [
+        # what Lightning's Trainer has beside weights and optimizers (dump_checkpoint), or of it
+        ("meta.pt", {"epoch": 0, "global_step": 7, "pytorch-lightning_version": "2.6.6", "callbacks": {}}),
+        ("train/rank0.pt", {"global_step": 7, "rng": np.random.get_state(), "max_steps": 9}),
+        ("step_scheduler.pt", {"step": 7, "epoch": 0}),
+    ],
+    ids=["Lightning", "OLMo-core", "Automodel"],
+)
+def test_the_step_that_a_trainer_has_beside_pytorchs_checkpoint_is_the_runs(
+    tmp_path: Path, file: str, saved: dict[str, Any]
+) -> None:
+    """Adam may have fewer updates: OLMo-core's SkipStepAdamW skips some."""
+    made, model, optimizer = tmp_path / "step7", *trained("llama-3")
+    if file == "step_scheduler.pt":
+        automodel(made, model, optimizer)
+    else:
+        pytorch(made / "model_and_optim" if "train/" in file else made, model, optimizer)
+    reference = config_of(model, tmp_path / "config")
+
+    def read() -> Any:
+        return open_hinted(made, reference=None if "scheduler" in file else reference)
+
+    assert read().iteration == 2, "Adam's count"
+    (made / file).parent.mkdir(exist_ok=True)
+    torch.save(saved, made / file)
+    assert read().iteration == 7 and read().trainer_run.updates == 2
+    torch.save({"a program's": "own"}, made / file)
+    assert read().iteration == 2
+    torch.save({**saved, "global_step": "7", "step": "7"}, made / file)
+    with pytest.raises(DamagedCheckpoint, match="as a number"):
+        assert read().iteration
+
+    torch.save({**saved, "callbacks": json.JSONDecoder}, made / file)  # a class, as a program may have its own
+    reader = read()
+    (note,) = [note for note in reader.notes() if "step of the run" in note]
+    assert reader.iteration == 2 and f"Adam's count stands in for it: {file} was not read" in note
+
+
+def test_lightning_fabrics_file_of_that_name_is_a_programs_own(tmp_path: Path) -> None:
+    made = pytorch(tmp_path / "dcp", *trained("llama-3"))
+    torch.save({"global_step": 7}, made / "meta.pt")
+    assert open_checkpoint(made).iteration == 2
 
 
 def test_two_optimizers_have_their_own_groups_and_never_one_parameter(tmp_path: Path) -> None:

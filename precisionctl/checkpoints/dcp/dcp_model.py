@@ -24,6 +24,7 @@ from precisionctl.checkpoints.chunks import Chunk, ComputedTensor
 from precisionctl.checkpoints.computed_rows import SomeRows
 from precisionctl.checkpoints.dcp import automodel, olmo_core, torchtitan
 from precisionctl.checkpoints.dcp.dcp_optimizer import DcpOptimizer, split_off, with_names
+from precisionctl.checkpoints.dcp.saved_step import AUTOMODEL, SavedStep, saved_step
 from precisionctl.checkpoints.hf_directory import safetensors_pieces
 from precisionctl.checkpoints.hf_directory.fused_experts import stacks
 from precisionctl.checkpoints.hf_directory.wrapped_names import names_inside
@@ -57,9 +58,6 @@ ACCELERATE = "pytorch_model_fsdp_0"
 
 _ACCELERATE_OPTIMIZER = re.compile(r"optimizer_\d+")
 """Where it has optimizers: `optimizer_0`, and others if a program has several."""
-
-_AUTOMODEL = "model"
-"""Where NeMo Automodel has the model, in the directory of a step."""
 
 _AUTOMODEL_OPTIMIZER = "optim"
 """Where it has the optimizer."""
@@ -113,7 +111,7 @@ def directories_of(path: Path) -> tuple[Path, Sequence[Path]] | None:
         named = (one for one in path.iterdir() if _ACCELERATE_OPTIMIZER.fullmatch(one.name))
         return path / ACCELERATE, sorted(one for one in named if one.is_dir())
     apart = path / _AUTOMODEL_OPTIMIZER
-    return (path / _AUTOMODEL, [apart]) if apart.is_dir() and is_dcp(path / _AUTOMODEL) else None
+    return (path / AUTOMODEL, [apart]) if apart.is_dir() and is_dcp(path / AUTOMODEL) else None
 
 
 def _of_optimizers(apart: Sequence[Path], path: Path) -> tuple[dcp_metadata.Index | None, str]:
@@ -149,9 +147,9 @@ class DcpModelReader(TrainerDirectory):
         hints: Hints,
         apart: Sequence[Path] = (),
     ) -> None:
-        beside = directory / _AUTOMODEL_COMPANIONS
+        self._directory, beside = directory, directory / _AUTOMODEL_COMPANIONS
         super().__init__(path, hints, "a PyTorch checkpoint (DCP)", directory, beside)
-        if own_name(directory) == _AUTOMODEL and (above(directory) / _AUTOMODEL_UNFINISHED).exists():
+        if own_name(directory) == AUTOMODEL and (above(directory) / _AUTOMODEL_UNFINISHED).exists():
             what = f"a save of NeMo Automodel that goes on, or was stopped ({_AUTOMODEL_UNFINISHED})"
             raise DamagedCheckpoint(what, where=above(directory), do="Give an earlier step.")
         index_of_optimizer, unread = _of_optimizers(apart, path)
@@ -257,6 +255,8 @@ class DcpModelReader(TrainerDirectory):
         if self.not_carried:
             left = counted(len(self.not_carried), "tensor")
             yield f"Not carried over from the run: {left} of its optimizer and other state."
+        if self._saved_step.unread:
+            yield f"The step of the run is not known, and Adam's count stands in for it: {self._saved_step.unread}."
         if modules := len(self._payloads) + sum(map(_has_state, self._pickled)):
             yield f"FP8 state of Transformer Engine stays behind: {counted(modules, 'module')}."
         if self._unplaced:
@@ -309,13 +309,19 @@ class DcpModelReader(TrainerDirectory):
         return replace(found, muon=muon_settings(muon, self.path), left=(*found.left, *own, _OF_MUON))
 
     @cached_property
+    def _saved_step(self) -> SavedStep:
+        return saved_step(self._directory)
+
+    @cached_property
     def iteration(self) -> int | None:
-        """The step that Hugging Face's Trainer or torchtitan names, else Adam's count; None for weights alone. Raises
-        DamagedCheckpoint for a step that is no number."""
+        """The step that the trainer names, else Adam's count; None for weights alone. Raises DamagedCheckpoint for a
+        step that is no number."""
         if (step := trainer_step(self.path)) is not None:
             return step
         if self._step and self.names_of == TORCHTITAN:
             return number(torch_zip.skeleton_at(self._step), self._step.path)
+        if self._saved_step.step is not None:
+            return self._saved_step.step
         with suppress(CheckpointError):  # there is no optimizer, or one that can only be dropped
             return self._optimizer.updates  # not `trainer_run`: each setting would take a read
         return None
