@@ -96,7 +96,7 @@ def of_largest_magnitude(values: Tensor) -> Tensor:
 
 def _largest_magnitude(values: Tensor) -> Tensor:
     low, high = torch.aminmax(values)
-    return torch.maximum(-low, high).float()
+    return torch.maximum(-low, high).abs().float()  # of zeros 0.0 and not -0.0
 
 
 def _without_nan(values: Tensor) -> Tensor:

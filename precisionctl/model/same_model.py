@@ -1,6 +1,7 @@
 """Do two ModelShapes describe the same model?"""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from precisionctl.model.model_shape import ModelShape
@@ -30,11 +31,14 @@ def differences(model: ModelShape, other: ModelShape) -> dict[str, tuple[object,
 
     A field that no layer of a model uses is None there, which differs from a value that the other uses. A field that
     only says how another is meant is compared where both models have that other (`_MEANT_BY`). STORED and TENSORS are
-    no differences: whoever reads tensors sees them. With an UntabledModel there is none: its config.json is compared
-    key by key.
+    no differences: whoever reads tensors sees them. So what prediction layers alone use (attention, beside layers of
+    delta nets) is none where only one of the two has such layers. With an UntabledModel there is none: its config.json
+    is compared key by key.
     """
     if any(isinstance(each, UntabledModel) for each in (model, other)):
         return {}
+    if not (model.mtp_num_layers and other.mtp_num_layers):
+        model, other = (replace(each, mtp_num_layers=0) for each in (model, other))
     mine, others = used(model), used(other)
     return {name: (mine[name], others[name]) for name in mine if mine[name] != others.get(name, mine[name])}
 

@@ -178,6 +178,14 @@ def test_a_published_checkpoint_comes_back_from_any_division(
     assert [n for n in stored if back[n].dtype != stored[n].dtype or not torch.equal(back[n], stored[n])] == []
 
 
+def test_a_model_whose_prediction_layers_alone_would_attend_comes_back_without_them(tmp_path: Path) -> None:
+    """Heads of attention, of which config.json says how many, belong to layers that were not saved."""
+    pico.save(tmp_path / "hf", "qwen3-5", dtype=torch.bfloat16, num_hidden_layers=1)
+    reader = open_checkpoint(tmp_path / "hf")
+    assert reader.model.mtp_num_layers == 1 and not reader.model.has_attention(0)
+    conversions.assert_there_and_back(tmp_path / "hf")
+
+
 @pytest.mark.parametrize("precision", ["bf16", *in_soak("fp8")])
 def test_a_norm_in_bf16_is_exact_in_megatron_whatever_precision_is_asked_for(tmp_path: Path, precision: str) -> None:
     stored = published(tmp_path / "hf", "qwen3-next")

@@ -222,6 +222,7 @@ def test_amax_is_the_largest_magnitude_and_passes_over_nan(values, expected, dty
     amax = numerics.amax(torch.tensor(values, dtype=dtype))
     assert amax.dtype == torch.float32 and amax.shape == ()
     assert float(amax) == expected
+    assert not amax.signbit()
 
 
 def test_scale_inv_is_amax_over_the_largest_code_and_one_where_that_is_no_number():

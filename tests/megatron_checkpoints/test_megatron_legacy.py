@@ -93,9 +93,11 @@ def test_every_family_is_cut_and_put_together_again(tmp_path: Path, family: str)
     same(LegacyReader(tmp_path / "release"), source)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma4"])
-def test_norms_of_one_head_are_whole_on_each_of_as_many_ranks_as_there_are_heads(tmp_path: Path, family: str) -> None:
-    """Each is as long as what its rank gives linear_proj, as a norm over all heads would be in its shard."""
+@pytest.mark.parametrize("family", ["qwen3", "gemma4", "olmo2"])
+def test_as_many_ranks_as_heads_have_norms_of_one_head_whole_and_norms_over_all_in_parts(
+    tmp_path: Path, family: str
+) -> None:
+    """Each is as long as what its rank gives linear_proj, and config.json says which of the two it is."""
     source = model(tmp_path, family, 4)
     assert source.model.num_attention_heads == 4
     write(source, tmp_path / "release", Parallelism(tensor=4), companions=source.companions)

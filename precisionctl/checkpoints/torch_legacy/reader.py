@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from precisionctl.architectures.families import from_hf_config
 from precisionctl.architectures.megatron.heterogeneous_args import ENCODED
 from precisionctl.architectures.megatron.megatron_args import HEAD_WISE_GATE
 from precisionctl.architectures.megatron.recurrent_args import read_delta_net, read_mamba
 from precisionctl.checkpoints.base import NO_HINTS, Container, Hints
 from precisionctl.checkpoints.chunks import Box, Chunk, chunk_files, shard_boxes
-from precisionctl.checkpoints.megatron.directory import MegatronReader
+from precisionctl.checkpoints.megatron.directory import MegatronReader, config_of
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, count_experts, find_iteration, iteration_of
 from precisionctl.checkpoints.megatron.norm_names import is_indexed
 from precisionctl.checkpoints.megatron.payloads import SavedPayload, payload_bytes
@@ -225,15 +226,15 @@ class LegacyReader(MegatronReader):
         down = re.sub(r"q_layernorm\.weight$", "linear_q_down_proj.weight", name)
         if name.endswith(("q_layernorm.weight", "k_layernorm.weight")) and (down == name or down not in self._shards):
             # A norm of one head is whole on every rank. A norm over all heads is cut: its shard is as long as a row of
-            # the rank's linear_proj. With as many ranks as heads the two have one length, and it is taken for a norm of
-            # one head. (The size of a head in the arguments does not hold for every layer.)
+            # the rank's linear_proj. With as many ranks as heads the two have one length, and no argument says which
+            # of them it is. (The size of a head in the arguments does not hold for every layer.)
             query, proj = (
                 self._shards.get(re.sub(r"[qk]_layernorm", module, name)) for module in ("q_layernorm", "linear_proj")
             )
             length = query[0][0].tensor.shape if query else ()
             heads = proj[0][0].tensor.shape[-1:] if proj else ()
-            one_head = self.args.get("num_attention_heads") == self.parallelism.tensor
-            return ROWS if length == heads and not one_head else REPLICATED
+            as_many = self.args.get("num_attention_heads") == self.parallelism.tensor
+            return ROWS if length == heads and not (as_many and self._norms_one_head) else REPLICATED
         if name.endswith((".in_proj.weight", ".conv1d.weight", ".conv1d.bias")) and ".ple." not in name:
             mixer = name.rsplit(".", 2)[0]
             if f"{mixer}.x_proj.weight" in self._shards:  # Mamba-1's, of which no argument says anything
@@ -253,6 +254,12 @@ class LegacyReader(MegatronReader):
         shapes = [self._shards[weight][0][0].tensor.shape for weight in fc_weights(name) if weight in self._shards]
         matrices = len(shapes) == 2 and all(len(shape) == 2 for shape in shapes)
         return parallel_of(name, gated=matrices and shapes[0][0] == 2 * shapes[1][1])
+
+    @cached_property
+    def _norms_one_head(self) -> bool:
+        """Whether norms of queries and keys are of one head, as far as is known: unless config.json says otherwise."""
+        config = config_of(self.companions)
+        return not (config and from_hf_config(config, self.companions.config_path).qk_layernorm_over_heads)
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         if name in self.towers.specs:
