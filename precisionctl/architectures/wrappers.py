@@ -99,6 +99,19 @@ _THINKER: Mapping[str, Any] = {
     "towers_in_memory": "model.",
 }
 _PREDICTION_OF_GLM_OCR = ("model.language_model.layers.16.",)
+_BESIDE_DEEPSEEK_OCR = tuple(
+    f"model.{name}"
+    for name in ("sam_model.", "vision_model.", "qwen2_model.", "projector.", "image_newline", "view_seperator")
+)
+_DEEPSEEK_OCR = WrapperNames(
+    "model.",
+    "lm_head.",
+    text="deepseek",
+    apart=_BESIDE_DEEPSEEK_OCR,
+    mark="view_sep",
+    marks_of_others=("image_newline",),
+    towers_in_memory="model.vision_tower.",
+)
 _BESIDE_MISTRAL_LARGE_4 = (
     *("vision_encoder.", "pre_mm_projector_norm.", "patch_merger.", "vision_language_adapter."),
     "mtp_dspark.",  # what drafts tokens, which transformers passes over
@@ -187,7 +200,7 @@ WRAPPERS: Mapping[str, WrapperNames] = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), WrapperNames(*IN_MEMORY, mtp="mtp.")),
     "qwen4_exp": WrapperNames(*IN_MEMORY),
     **dict.fromkeys(
-        ("glm4v", "glm46v"), WrapperNames(*IN_MEMORY, text="glm4v_text", mark="visual.post_conv_layernorm.")
+        ("glm4v", "glm46v", "glmga"), WrapperNames(*IN_MEMORY, text="glm4v_text", mark="visual.post_conv_layernorm.")
     ),
     "glm4v_moe": WrapperNames(*IN_MEMORY, text="glm4v_moe_text", mark="visual.post_conv_layernorm."),
     **dict.fromkeys(
@@ -199,7 +212,10 @@ WRAPPERS: Mapping[str, WrapperNames] = {
         *_TEXT_MODEL, text="granite_docling_text", in_memory=_TEXT_MODEL, mark="vision_model.connector."
     ),
     "exaone4_5": WrapperNames(*IN_MEMORY, text="exaone4", mark=_GATED_WITH_BIAS),
-    "got_ocr2": WrapperNames(text="qwen2", mark="multi_modal_projector.conv_upsampler1."),
+    **dict.fromkeys(
+        ("got_ocr2", "pp_chart2table"), WrapperNames(text="qwen2", mark="multi_modal_projector.conv_upsampler1.")
+    ),
+    **dict.fromkeys(("deepseek_vl_v2", "deepseek_ocr2"), _DEEPSEEK_OCR),
     **{kind: WrapperNames(*IN_MEMORY, text=text) for kind, text in _WITHOUT_MARKS.items()},
     "aya_vision": WrapperNames(text="cohere2", mark="multi_modal_projector.layernorm."),
     "paddleocr_vl": WrapperNames(
@@ -223,6 +239,11 @@ WRAPPERS: Mapping[str, WrapperNames] = {
     "qwen3_asr": WrapperNames("thinker.model.", "thinker.lm_head.", text="qwen3_asr_text", mark=_HEARS_AS_QWEN_3),
     "voxtral": WrapperNames(text="llama", mark=_HEARS, absent=_VOXTRAL),
     "glmasr": WrapperNames(text="llama", mark=_HEARS, absent=_GLM_ASR),
+    "vibevoice_asr": WrapperNames(text="qwen2", mark="acoustic_tokenizer_encoder."),
+    "moss_transcribe_diarize": WrapperNames(*IN_MEMORY, text="qwen3", mark=_HEARS),
+    "fun_asr_nano": WrapperNames(*IN_MEMORY, text="qwen3", mark="self_attn.fsmn."),
+    "omniasr": WrapperNames(*IN_MEMORY, text="llama", mark="audio_tower.encode_positions."),
+    **dict.fromkeys(("granite_speech", "granite_speech_plus"), WrapperNames(text="granite", mark="projector.qformer.")),
     **dict.fromkeys(("hyperclovax_vision_v2", "vlm"), _HYPERCLOVA),
     "granite4_vision": WrapperNames(*IN_MEMORY, text="granite4_vision_text", mark="image_newline"),
     "glm5_next": WrapperNames(*IN_MEMORY, text="glm5_next_text", mark=_GATED_WITH_BIAS),

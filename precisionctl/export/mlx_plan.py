@@ -46,7 +46,7 @@ _CHANGES: Mapping[tuple[str, ...], TensorChange] = {
 }
 """What becomes of a published tensor, by how mlx-lm has its parts. llama.cpp has these changes too."""
 
-_LIKE_DEEPSEEK = "deepseek_v[23]2?|dots1|exaone_moe|glm4_moe|glm4_moe_lite|glm_moe_dsa|kimi_k2|solar_open"
+_LIKE_DEEPSEEK = "deepseek(?:_v[23]2?)?|dots1|exaone_moe|glm4_moe|glm4_moe_lite|glm_moe_dsa|kimi_k2|solar_open"
 _VALUES = re.compile(rf"(?:{_LIKE_DEEPSEEK}) .+\.mlp\.gate|nemotron_h .+\.mixer\.gate|\w+ .+\.(?:[qkv]_)?conv(?:1d)?")
 _EIGHT_BITS = re.compile(
     r"(?:kimi_linear|qwen3_moe|qwen3_next|qwen3_5_moe_text|mellum) .+\.mlp\.gate|gemma4_text .+\.router\.proj|"

@@ -8,8 +8,8 @@ from typing import Any
 
 def text_part(config: Mapping[str, Any]) -> Any:
     """What a wrapper's config.json has of its text model; None where it has nothing. `llm_config` is the word of
-    InternVL's code, which NVIDIA's published Nemotrons have. Models that also speak (Qwen Omni) have a part for what
-    thinks, and the text model's within it."""
+    InternVL's code, which NVIDIA's published Nemotrons have, and `language_config` that of DeepSeek's. Models
+    that also speak (Qwen Omni) have a part for what thinks, and the text model's within it."""
     path = text_path(config)
     return reduce(getitem, path, config) if path else None
 
@@ -20,7 +20,7 @@ def text_path(config: Mapping[str, Any]) -> tuple[str, ...]:
     said = (
         (*above, key)
         for part, above in places
-        for key in ("text_config", "llm_config")
+        for key in ("text_config", "llm_config", "language_config")
         if isinstance(part, Mapping) and part.get(key) is not None
     )
     return next(said, ())

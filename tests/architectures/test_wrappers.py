@@ -60,6 +60,9 @@ def test_the_text_model_computes_what_the_wrapper_computes_of_text(kind: str, tm
     if kind in ("aya_vision", "cohere2_vision"):  # transformers 5.24 does not multiply by it, unlike vLLM's wrappers
         scale = theirs.config.text_config.logit_scale
         theirs.lm_head.register_forward_hook(lambda head, given, out: out * scale)
+    if kind.startswith("granite_speech"):  # nor does it divide by this, unlike vLLM's
+        divisor = theirs.config.text_config.logits_scaling
+        theirs.lm_head.register_forward_hook(lambda head, given, out: out / divisor)
     assert_text_is_computed(theirs, tmp_path)
 
 
@@ -188,6 +191,27 @@ def test_nemotrons_in_the_words_of_nvidias_code_with_their_prediction_layers(
     assert_same(tensors, stored(tmp_path / "back"))
     told = json.loads((tmp_path / "back" / "config.json").read_text())
     assert told["llm_config"] == text | {"torch_dtype": "bfloat16"}
+
+
+@pytest.mark.skipif("deepseek_ocr2" not in WRAPPERS, reason="of transformers 5.24")
+def test_deepseek_ocr_in_the_words_of_deepseeks_code_is_the_same_text_model(tmp_path: Path) -> None:
+    """Tensors have the names that transformers saves; DeepSeek-VL2, of the same `model_type`, has others."""
+    theirs = tiny_wrappers.save(tmp_path / "hf", "deepseek_ocr2", dtype=torch.bfloat16)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    text = config.pop("text_config")
+    dense = text.pop("mlp_layer_types").index("sparse")
+    del text["model_type"]
+    no_latents = dict.fromkeys(("kv_lora_rank", "q_lora_rank")) | {"use_mla": False, "first_k_dense_replace": dense}
+    no_latents |= dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 0)
+    config |= {"model_type": "deepseek_vl_v2", "language_config": text | no_latents}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    assert_text_is_computed(theirs.float(), tmp_path / "hf")
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron", parallelism=Parallelism(tensor=2), workers=1)
+    run(tmp_path / "megatron", tmp_path / "back", "hf", workers=1)
+    assert_same(stored(tmp_path / "hf"), stored(tmp_path / "back"))
+    tensors = {name.replace("model.", "language.model."): each for name, each in stored(tmp_path / "hf").items()}
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    assert isinstance(open_checkpoint(tmp_path / "hf").model, UntabledModel)
 
 
 @pytest.mark.skipif("glm_ocr" not in WRAPPERS, reason="of transformers 5.23")

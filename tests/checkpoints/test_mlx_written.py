@@ -285,6 +285,8 @@ YARN, WITHOUT_WINDOWS = pico.YARN_ROPE, ["full_attention"] * pico.settings("gpt-
 CHUNKS = [*["chunked_attention"] * 3, "full_attention"]
 NOT_IN_ITS_CLASS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3-moe", {"rope_parameters": YARN}, "rotary embeddings scaled as 'yarn'"),
+    ("deepseek", {}, "experts' weights that are multiplied"),
+    ("deepseek", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}, "groups of experts"),
     ("deepseek-v2", {"rope_parameters": {**YARN, "rope_type": "linear"}}, "rotary embeddings scaled as 'linear'"),
     ("hunyuan", {"rope_parameters": {**YARN, "rope_type": "linear"}}, "scaled without an alpha"),
     ("llama-3", {"rope_parameters": {**YARN, "attention_factor": 1.5}}, "an attention_factor of YaRN"),

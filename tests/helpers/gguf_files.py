@@ -109,6 +109,7 @@ AS_RELEASED: dict[str, dict[str, Any]] = {
     "cohere2-moe": {},
     "hy-v3": {},
     "exaone": {},
+    "deepseek": {"routed_scaling_factor": 1.0},
     "dots1": {
         "scoring_func": "sigmoid",
         "num_key_value_heads": 4,

@@ -45,6 +45,9 @@ if "mistral_large4_text" in CONFIG_MAPPING:
 
     AutoModelForCausalLM._model_mapping._extra_content[MistralLarge4ForCausalLM.config_class] = MistralLarge4ForCausalLM
 
+if "deepseek_ocr2_text" in CONFIG_MAPPING:
+    import deepseek_moe  # noqa: F401, which gives transformers a class of it
+
 if "glm5_next_text" in CONFIG_MAPPING:
     from glm5_next import Glm5NextForCausalLM
 
@@ -287,6 +290,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "swiglu_limit": 0.5,
         "rope_parameters": YARN_ROPE | {"truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
+    },
+    "deepseek": {
+        "model_type": "deepseek",
+        **_EXPERTS,
+        "routed_scaling_factor": 2.0,
     },
     "deepseek-v2": {"model_type": "deepseek_v2", **_DEEPSEEK, "q_lora_rank": None},
     "deepseek-v2-groups": {
@@ -1062,7 +1070,7 @@ ONE_GROUP = {
 BY_HAND = ("kimi-k3", "ling-2", "nemotron-nas")
 """Families of which transformers has no class: tests have one, made of public sources."""
 
-ALSO = {"kimi_k2": "deepseek_v3", "mimo": "qwen2", "bailing_moe": "bailing_moe_v2"}
+ALSO = {"deepseek_ocr2_text": "deepseek", "kimi_k2": "deepseek_v3", "mimo": "qwen2", "bailing_moe": "bailing_moe_v2"}
 """Names of families whose class has another one; transformers does not know these."""
 
 

@@ -130,6 +130,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "rope_parameters": MROPE | {"mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5},
     },
     "glm46v": {"model_type": "glm4v_text", "rope_parameters": MROPE},
+    "glmga": {"model_type": "glm4v_text", "rope_parameters": MROPE},
     "glm4v_moe": {
         "model_type": "glm4v_moe_text",
         "rope_parameters": MROPE | {"mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5},
@@ -231,7 +232,12 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "layer_types": [*["sliding_attention"] * 3, "full_attention"],
     },
     "llava_next_video": {"model_type": "llama", "rms_norm_eps": 1e-5},
-    "got_ocr2": {"model_type": "qwen2"},
+    **dict.fromkeys(("got_ocr2", "pp_chart2table"), {"model_type": "qwen2"}),
+    "deepseek_ocr2": {
+        **{name: its for name, its in pico.FAMILIES.get("deepseek", {}).items() if name not in TEXT},
+        "model_type": "deepseek_ocr2_text",
+        "mlp_layer_types": ["dense", "sparse"],
+    },
     "hunyuan_vl": {
         "model_type": "hunyuan_vl_text",
         "rope_parameters": {
@@ -248,7 +254,9 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_vl", "deepseek_vl_hybrid", "janus"), {"model_type": "llama", "rms_norm_eps": 1e-6}),
     **dict.fromkeys(("minicpmv4_6", "minicpmv4_7", "minicpm_ocr"), {"model_type": "qwen3_5_text", **DELTA_NET}),
     **dict.fromkeys(("qwen2_audio", "audioflamingo3"), {"model_type": "qwen2"}),
-    **dict.fromkeys(("voxtral", "glmasr"), {"model_type": "llama", "rms_norm_eps": 1e-5}),
+    **dict.fromkeys(("voxtral", "glmasr", "omniasr"), {"model_type": "llama", "rms_norm_eps": 1e-5}),
+    "vibevoice_asr": {"model_type": "qwen2"},
+    **dict.fromkeys(("moss_transcribe_diarize", "fun_asr_nano"), {"model_type": "qwen3"}),
     "qwen3_asr": {"model_type": "qwen3"},
     "qwen2_5_omni_thinker": {"model_type": "qwen2_5_omni_text", "rope_parameters": MROPE},
     "qwen3_omni_moe_thinker": {
@@ -266,12 +274,18 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "logits_scaling": 0.5,
         "residual_multiplier": 0.4,
     },
-    "granite4_vision": {
-        "model_type": "granite4_vision_text",
-        "attention_multiplier": 0.25,
-        "embedding_multiplier": 3.0,
-        "logits_scaling": 0.5,
-        "residual_multiplier": 0.4,
+    **{
+        kind: {
+            "model_type": text,
+            "attention_multiplier": 0.25,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 0.5,
+            "residual_multiplier": 0.4,
+        }
+        for kind, text in {
+            "granite4_vision": "granite4_vision_text",
+            **dict.fromkeys(("granite_speech", "granite_speech_plus"), "granite"),
+        }.items()
     },
     "glm_ocr": {"model_type": "glm_ocr_text", "rope_parameters": MROPE},
     "qianfan_ocr": {"model_type": "qwen3"},
@@ -298,6 +312,8 @@ TIED = {
     "granite_docling",
     "minicpm_ocr",
     "qwen3_asr",
+    "moss_transcribe_diarize",
+    "fun_asr_nano",
     "hunyuan_vl",
     "shieldgemma2",
     "aya_vision",
@@ -305,7 +321,15 @@ TIED = {
     "paddleocr_vl",
 }
 
+_SOUND = {"num_filters": 4, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]}
+_CONFORMER = {
+    "encoder_config": {"hidden_dim": 32, "dim_head": 8, "max_pos_emb": 16, "context_size": 8},
+    "projector_config": {"encoder_hidden_size": 32, "pad_token_id": None},
+    "has_lora_adapter": False,
+}
 OPTIONAL: dict[str, Any] = {
+    "vibevoice_asr": dict.fromkeys(("acoustic_tokenizer_encoder_config", "semantic_tokenizer_encoder_config"), _SOUND),
+    **dict.fromkeys(("granite_speech", "granite_speech_plus"), _CONFORMER),
     "gemma4": {"vision_config": {}, "audio_config": {}},
     "gemma4_unified": {
         "vision_config": {"mm_embed_dim": 64, "mm_posemb_size": 20, "patch_size": 2},
@@ -342,6 +366,9 @@ OPTIONAL: dict[str, Any] = {
 }
 """Towers that a wrapper has only where its config says so, and sizes that are not the text model's."""
 
+ADAPTORS: dict[str, Any] = {"fun_asr_nano": {"adaptor_config": {"hidden_size": 128, "intermediate_size": 32}}}
+"""Of which sizes follow from the text model's."""
+
 
 def make(
     kind: str, *, dtype: torch.dtype = torch.float32, vision: dict[str, Any] | None = None, **text: Any
@@ -351,7 +378,7 @@ def make(
     optional = OPTIONAL.get(kind, {})
     tokens = {key: token for key, token in optional.items() if key.endswith("token_id")}
     sizes = SMALL | {"vocab_size": TEXT["vocab_size"]} | tokens
-    config = shrunk(AutoConfig.for_model(kind, **optional).to_dict(), sizes)
+    config = shrunk(AutoConfig.for_model(kind, **optional).to_dict(), sizes) | ADAPTORS.get(kind, {})
     config["text_config"] = TEXT | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")) | WRAPPERS[kind]
     config["text_config"] |= text
     if config["text_config"]["head_dim"] is None:  # that of hidden_size / heads; some configs have no such key

@@ -28,6 +28,18 @@ def _write_groups(model: ModelShape) -> keys.Config:
     return {"topk_method": "group_limited_greedy", **groups}
 
 
+EXPERTS: tuple[keys.Entry, ...] = (
+    keys.Key("moe.num_experts", "n_routed_experts", synonym="num_experts"),
+    keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
+    keys.Only("mlp_bias", False),
+    keys.Only("scoring_func", "softmax"),
+    keys.Only("norm_topk_prob", False),
+    keys.Always("moe.pre_softmax", True),
+    keys.Rule(("topk_method", "n_group", "topk_group"), _read_groups, _write_groups),
+)
+"""How many there are, and how they are chosen: by a softmax over all, of which their weights are a part."""
+
+
 ARCHITECTURE = Architecture(
     model_types={"deepseek_v2": "DeepseekV2ForCausalLM"},
     behind={"gate": "experts"},
@@ -35,12 +47,6 @@ ARCHITECTURE = Architecture(
     config=(
         *deepseek_keys.COMMON,
         *(entry for entry in deepseek_keys.experts(shared=2, dense=0) if "n_routed_experts" not in entry.keys),
-        keys.Key("moe.num_experts", "n_routed_experts", synonym="num_experts"),
-        keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
-        keys.Only("mlp_bias", False),
-        keys.Only("scoring_func", "softmax"),
-        keys.Only("norm_topk_prob", False),
-        keys.Always("moe.pre_softmax", True),
-        keys.Rule(("topk_method", "n_group", "topk_group"), _read_groups, _write_groups),
+        *EXPERTS,
     ),
 )

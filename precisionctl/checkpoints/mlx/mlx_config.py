@@ -79,8 +79,8 @@ whatever it says."""
 
 
 DENSE_FIRST = (
-    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2"),
-    *("bailing_moe", "kimi_linear", "solar_open"),
+    *("deepseek", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
+    *("kimi_k2", "bailing_moe", "kimi_linear", "solar_open"),
 )
 """Families whose config.json says of how many first layers experts are not."""
 

@@ -42,6 +42,7 @@ def check_loaded(model: ModelShape) -> None:
 
 _ALWAYS_TIED = ("cohere", "cohere2", "gemma", "gemma2", "lfm2", "lfm2_moe")
 _NEVER_TIED = (
+    "deepseek",
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss"),
     *("gpt_neox", "gptj", "helium", "kimi_k2", "llama4_text", "nemotron_h", "phi", "phimoe", "qwen2_moe"),
     *("solar_open", "stablelm", "step3p5"),
@@ -64,6 +65,7 @@ _SCALINGS = {
     **dict.fromkeys(
         ("gpt_neox", "minimax_m2", "mixtral", "muse_glimmer_text", "qwen3_moe", "solar_open", "stablelm"), ()
     ),
+    "deepseek": ("linear",),
     "deepseek_v2": ("yarn",),
     "gpt_oss": ("yarn",),
     "internlm3": ("linear", "dynamic"),
@@ -88,6 +90,8 @@ def _why_not_loaded(model: ModelShape) -> str | None:
         "blocks that are added as they are": name == "minicpm3" and model.residual_multiplier == 1,
         "layers without experts": name in ("mellum", "qwen2_moe") and not all(with_experts),
         "layers without experts behind others": name in DENSE_FIRST and with_experts != tuple(sorted(with_experts)),
+        "groups of experts": name == "deepseek" and moe is not None and moe.num_groups is not None,
+        "experts' weights that are multiplied": name == "deepseek" and moe is not None and moe.topk_scaling_factor != 1,
         "experts' weights that are normalised": name == "qwen2_moe" and moe is not None and not moe.pre_softmax,
         "one expert for each token": moe is not None and moe.topk == 1 and name in _ONE_EXPERT_AS_IT_IS,
         "rotary embeddings that are not scaled": name in ("deepseek_v2", "minicpm3") and not scaling,

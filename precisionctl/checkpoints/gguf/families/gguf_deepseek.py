@@ -1,6 +1,7 @@
-"""DeepSeek-V2, V3 and V3.2, and Kimi K2: latent attention, which GLM-4.7-Flash and GLM-5 have too (`gguf_glm.py`).
+"""DeepSeekMoE; DeepSeek-V2, V3 and V3.2, and Kimi K2, whose latent attention GLM-4.7-Flash and GLM-5 have too
+(`gguf_glm.py`).
 
-Sources: llama.cpp's src/models/deepseek2.cpp, deepseek32.cpp and glm-dsa.cpp, and conversion/deepseek.py.
+Sources: llama.cpp's src/models/deepseek.cpp, deepseek2.cpp, deepseek32.cpp and glm-dsa.cpp, and conversion/deepseek.py.
 """
 
 from collections.abc import Mapping
@@ -243,6 +244,21 @@ _QUERY_SCALING = (
 _V3 = deepseek2("sigmoid", **{"moe.expert_bias": True})
 
 FAMILIES: Mapping[str, GgufFamily] = {
+    "deepseek": GgufFamily(
+        "deepseek",
+        rows=[*rows.DECODER_IN_PAIRS, *rows.MLP, *rows.ROUTER, *rows.EXPERTS, *rows.SHARED_EXPERTS],
+        keys=base_keys(*expert_keys.EXPERT_COUNTS, head_size=keys.UNUSUAL_HEAD_SIZE),
+        more=(
+            rope_keys.TURNED,
+            expert_keys.LEADING_DENSE,
+            keys.VOCABULARY,
+            expert_keys.EXPERT_SIZE,
+            expert_keys.WEIGHTS_SCALE,
+            expert_keys.SHARED_COUNT,
+        ),
+        computed={"moe.pre_softmax": True},
+        down_last=True,
+    ),
     "deepseek_v2": replace(
         deepseek2("softmax", group_scores=1, **{"moe.pre_softmax": True}),
         recognises=lambda file: _has_experts(file) and not _is_v3(file),
