@@ -79,7 +79,8 @@ class Engine:
     what of config.json says that they are (None: their tensors do). no_codes: those of which it computes no codes,
     whatever the format. no_class: those that it is known to have no class for, by `model_type`; of others that have a
     table nothing is known. fixed: settings of models that it passes over. wrappers: those, by `model_type`, of whose
-    text model it makes the class that it has for that alone.
+    text model it makes the class that it has for that alone. refused_heads: models, likewise, of which it loads no
+    output layer.
     loads_own_classes: whether it looks for tensors only under the names that the model's own class saves.
 
     demands: all further rules on a directory of codes. keys: the keys that config.json must have, which an export adds.
@@ -104,6 +105,7 @@ class Engine:
     no_class: Mapping[str, NoClass] = field(default_factory=dict)
     fixed: Sequence[FixedSettings] = ()
     wrappers: Collection[str] = ()
+    refused_heads: Mapping[str, EngineRule] = field(default_factory=dict)
     loads_own_classes: bool = False
 
     def formats(self, method: str) -> Sequence[str]:
@@ -136,7 +138,11 @@ class Engine:
         if str(config.get("model_type")) in self.wrappers:
             of_the_whole = {key: config[key] for key in _TIES if key in config}
             config = {**served_config(config), **of_the_whole}
-        return [found for settings in self.fixed for found in settings.check(config, stored)]
+        found = [each for settings in self.fixed for each in settings.check(config, stored)]
+        if rule := self.refused_heads.get(str(config.get("model_type"))):
+            heads = (name for name in stored or () if name.endswith("lm_head.weight"))
+            found += [Finding(head, "an output layer", rule) for head in heads]
+        return found
 
     def check(
         self,

@@ -299,7 +299,7 @@ ENGINE = Engine(
         ),
         of_published_classes: EngineRule(
             f"its class of this model reads the release's config.json. {ADDED}",
-            "SGLang models/exaone.py, models/bailing_moe.py, models/sarvam_moe.py",
+            "SGLang models/exaone.py, models/bailing_moe.py, models/phimoe.py, models/sarvam_moe.py",
         ),
         of_hy_v4: EngineRule(
             "its config refuses layers of another kind", "SGLang configs/hy_v4.py HYV4Config._validate_hy_v4"

@@ -57,7 +57,7 @@ from precisionctl.engines.rules.required_keys import (
 )
 from precisionctl.engines.rules.rule import EngineRule
 from precisionctl.engines.rules.serving_rules import Division, RowsMoved, ShapeRules
-from precisionctl.engines.rules.vllm_settings import PASSED_OVER, WRAPPERS
+from precisionctl.engines.rules.vllm_settings import PASSED_OVER, REFUSED_HEADS, WRAPPERS
 from precisionctl.engines.serving import FUSED, LATENT
 
 _UNQUANTIZED = Unquantized(ROUTERS_AND_GATES, ("qwen3_moe", "qwen3_vl_moe_text", "lfm2_moe", "k2_horizon"))
@@ -154,7 +154,7 @@ ENGINE = Engine(
     ),
     no_class={
         **dict.fromkeys(
-            ("gpt_neo", "shieldgemma2"),
+            ("bamba", "gpt_neo", "mpt", "shieldgemma2"),
             NoClass(EngineRule("it has no class for this model_type", "vLLM 0.33 models/registry.py")),
         ),
         **dict.fromkeys(
@@ -170,6 +170,7 @@ ENGINE = Engine(
     },
     fixed=PASSED_OVER,
     wrappers=WRAPPERS,
+    refused_heads=REFUSED_HEADS,
     fused=FusedLinears(
         groups=(*FUSED, LATENT),
         all_or_none=EngineRule(
@@ -339,7 +340,7 @@ ENGINE = Engine(
         ),
         of_published_classes: EngineRule(
             f"its class of this model reads the release's config.json. {ADDED}",
-            "vLLM models/exaone.py, models/bailing_moe.py, models/sarvam.py SarvamMLAAttention",
+            "vLLM models/exaone.py, models/bailing_moe.py, models/phimoe.py, models/sarvam.py SarvamMLAAttention",
         ),
         of_hy_v4: EngineRule(
             "without the switches its model has no gates, no sinks and one stream, and layers of other kinds see all "

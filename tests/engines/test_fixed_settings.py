@@ -34,6 +34,14 @@ def test_published_models_have_the_settings_that_vllms_classes_were_written_for(
     assert not any(each.rule.fatal for each in found)
 
 
+@pytest.mark.parametrize("published", PUBLISHED, ids=lambda each: each["repository"])
+def test_published_models_have_the_keys_that_vllm_asks_for(published: dict[str, Any]) -> None:
+    """Lists of layers are left out of the golden ones where no tensor depends on them: Hunyuan 4's."""
+    config = published["config"]
+    assert VLLM.lacks(config) == (["layer_types"] if config["model_type"] == "hy_v4" else [])
+    assert not VLLM.without_class(config)
+
+
 @pytest.mark.parametrize(
     ("config", "what"),
     [
@@ -54,6 +62,12 @@ def test_published_models_have_the_settings_that_vllms_classes_were_written_for(
         ({"model_type": "cohere2", "sliding_window": 8, "layer_types": WINDOWS[1:]}, None),
         ({"model_type": "glm4_moe", "tie_word_embeddings": True}, "tie_word_embeddings is True, and taken for False"),
         ({"model_type": "llama", "tie_word_embeddings": True, "rms_norm_eps": 0.01}, None),
+        ({"model_type": "exaone4", "sliding_window": 8, "layer_types": WINDOWS}, None),
+        (
+            {"model_type": "exaone4", "sliding_window": 8, "layer_types": WINDOWS[1:]},
+            "sliding_window is 8, and taken for 0",
+        ),
+        ({"model_type": "exaone4", "sliding_window": None, "layer_types": WINDOWS[1:]}, None),
     ],
 )
 def test_a_setting_that_vllm_passes_over_is_found(config: dict[str, Any], what: str | None) -> None:
@@ -75,6 +89,71 @@ def test_windows_in_some_layers_are_found_where_the_class_in_transformers_has_th
     listed = VLLM.passed_over({"model_type": model_type, **said, "layer_types": kinds})
     assert len(listed) == len(whats)
     assert not VLLM.passed_over({"model_type": model_type, **said, "sliding_window": None})
+
+
+LONG = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+CONTEXTS = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("said", "is_found"),
+    [({}, False), ({"attention_factor": 1.5}, True), ({"attention_factor": None}, False), ({"type": "linear"}, False)],
+)
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_a_factor_of_attention_of_longrope_is_found(key: str, said: dict[str, Any], is_found: bool) -> None:
+    config = {"model_type": "phi3", **CONTEXTS, key: LONG | said}
+    assert [each.what.partition(" is ")[0] for each in VLLM.passed_over(config)] == [key] * is_found
+
+
+def test_the_factor_of_longropes_paper_is_not() -> None:
+    """1.19024, as Phi-3's own code computes it of these contexts: the root of 1 + ln 32 / ln 4096 = 1 + 5 / 12."""
+    scaling = LONG | {"attention_factor": (17 / 12) ** 0.5}
+    assert not VLLM.passed_over({"model_type": "phi3", **CONTEXTS, "rope_scaling": scaling})
+
+
+@pytest.mark.parametrize(
+    ("said", "is_found"),
+    [
+        ({"rope_type": "default"}, False),
+        ({"type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0}, False),
+        ({"rope_type": "yarn", "truncate": True, "attention_factor": 1.0}, False),
+        ({"rope_type": "yarn", "truncate": False}, True),
+        ({"rope_type": "yarn", "attention_factor": 1.2}, True),
+        ({"rope_type": "llama3"}, True),
+        ({"type": "linear"}, True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"])
+def test_what_is_not_deepseeks_yarn_is_found(model_type: str, said: dict[str, Any], is_found: bool) -> None:
+    config = {"model_type": model_type, "rope_parameters": {"factor": 4.0} | said}
+    assert len(VLLM.passed_over(config)) == is_found
+
+
+def test_a_stored_head_of_gemma_2_is_refused_tied_or_not(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "gemma2", dtype=torch.bfloat16)
+    assert not VLLM.passed_over({"model_type": "gemma2", "tie_word_embeddings": True})
+    assert not [each for each in check(HuggingFaceReader(tmp_path / "hf"), VLLM) if each.rule.fatal]
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
+    (found,) = [each for each in check(HuggingFaceReader(tmp_path / "hf"), VLLM) if each.rule.fatal]
+    assert (found.where, found.what) == ("lm_head.weight", "an output layer")
+
+
+def test_the_bias_of_phi_3_5_moes_head_is_a_remark() -> None:
+    (found,) = VLLM.passed_over({"model_type": "phimoe", "lm_head_bias": True, "router_jitter_noise": 0.01})
+    assert found.what == "lm_head_bias is True, and taken for False" and not found.rule.fatal
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
+def test_windows_of_a_qwen_vl_are_found_in_either_form(kind: str) -> None:
+    said = {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    for config in (
+        {"model_type": kind, **said},
+        {"model_type": kind, "text_config": {"model_type": f"{kind}_text", **said}},
+    ):
+        assert [each.what for each in VLLM.passed_over(config)] == ["use_sliding_window is True, and taken for False"]
 
 
 def test_the_text_model_of_a_wrapper_is_looked_at_where_vllm_makes_its_own_class_of_it() -> None:

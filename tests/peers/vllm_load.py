@@ -1,6 +1,6 @@
 """Run with vLLM's Python: DIRECTORY OUT, as many pairs as wanted. vLLM parses the config, builds the model and loads
-the weights, on a CPU, each in a process of its own; its parameters go into OUT, a safetensors file, but for those that
-it did not fill and that may keep a default. Where it fails, OUT.error says how."""
+the weights, on a CPU, each in a process of its own; what it loaded them into goes into OUT, a safetensors file, but for
+parameters that it did not fill and that may keep a default. Where it fails, OUT.error says how."""
 
 import json
 import os
@@ -108,10 +108,11 @@ def load(directory: str, out: str) -> None:
     filled = {id(parameters[name]) for name in loaded if name in parameters}
     silent = [name for name, each in parameters.items() if id(each) not in filled and not name.endswith(OPTIONAL)]
     assert not silent, f"vLLM was given nothing for {silent}"
-    tensors = {name: parameters[name].detach().contiguous() for name in loaded if name in parameters}
+    held = parameters | dict(model.named_buffers())
+    tensors = {name: held[name].detach().contiguous() for name in loaded if name in held}
     caches = {module.kv_cache_dtype for module in model.modules() if hasattr(module, "kv_cache_dtype")}
     fused = json.dumps(getattr(model, "packed_modules_mapping", {}))
-    told = {"quantization": config.model_config.quantization, "cache": " ".join(sorted(caches)), "fused": fused}
+    told = {"quantization": config.model_config.quantization or "", "cache": " ".join(sorted(caches)), "fused": fused}
     save_file(tensors, out, told)
 
 

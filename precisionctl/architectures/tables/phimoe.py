@@ -2,8 +2,9 @@
 
 Traps: the router always chooses two experts, one after the other, and the weight of each is near 1; in training it
 samples them, and multiplies inputs by noise, which the released weights do not need. A scaling of rotary embeddings has
-`short_mscale` and `long_mscale` in the place of a factor of attention. Megatron-Core has no bias of attention's output
-beside experts without biases.
+`short_mscale` and `long_mscale` in the place of a factor of attention. Its class has another name in published files
+than in transformers (`PhimoeForCausalLM`), and engines go by the published one. Megatron-Core has no bias of
+attention's output beside experts without biases.
 """
 
 from dataclasses import replace
@@ -62,7 +63,7 @@ def _write_rope(model: ModelShape) -> keys.Config:
 
 
 ARCHITECTURE = Architecture(
-    model_types={"phimoe": "PhimoeForCausalLM"},
+    model_types={"phimoe": "PhiMoEForCausalLM"},
     rows=(
         *llama.model_rows(
             *llama.ATTENTION_LAYER_NORM,

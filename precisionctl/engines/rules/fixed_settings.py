@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,12 +51,57 @@ def window_off_by(tokens: int, key: str = "sliding_window") -> Callable[[Mapping
     return taken
 
 
+def none_without_layers(config: Mapping[str, Any]) -> object:
+    """No window (0, which a config.json may say for it), where one is said and no layer has it."""
+    kinds, window = config.get("layer_types"), config.get("sliding_window")
+    return 0 if window and isinstance(kinds, list) and _WINDOW not in kinds else None
+
+
 def one_share_of_heads(config: Mapping[str, Any]) -> object:
     """Rotary embeddings of all kinds of layers that turn the share of a head that is said beside them."""
     kinds, share = config.get("rope_parameters"), config.get("partial_rotary_factor")
     if share is None or not isinstance(kinds, Mapping) or not all(isinstance(each, Mapping) for each in kinds.values()):
         return None
     return {kind: {**each, "partial_rotary_factor": share} for kind, each in kinds.items()}
+
+
+def longrope_by_contexts(key: str) -> Callable[[Mapping[str, Any]], object]:
+    """longrope under a key with the factor of attention that its paper has for a context so much longer, where another
+    one is said."""
+
+    def taken(config: Mapping[str, Any]) -> object:
+        rope = config.get(key)
+        if not isinstance(rope, Mapping) or _kind(rope) != "longrope" or rope.get("attention_factor") is None:
+            return None
+        name = "original_max_position_embeddings"
+        before, now = config.get(name, rope.get(name)), config.get("max_position_embeddings")
+        if type(before) is not int or type(now) is not int or before < 2:
+            return None
+        factor = math.sqrt(1 + math.log(max(now / before, 1)) / math.log(before))
+        said = rope["attention_factor"]
+        is_the_same = isinstance(said, int | float) and math.isclose(said, factor, rel_tol=1e-6)
+        return None if is_the_same else {**rope, "attention_factor": factor}
+
+    return taken
+
+
+def yarn_of_deepseek(key: str) -> Callable[[Mapping[str, Any]], object]:
+    """DeepSeek's YaRN in the place of a scaling under a key, where that is another one or has options that are not
+    DeepSeek's. A factor of attention of 1 is known to it, as Mistral's."""
+
+    def taken(config: Mapping[str, Any]) -> object:
+        rope = config.get(key)
+        if not isinstance(rope, Mapping) or _kind(rope) in (None, "default"):
+            return None
+        usual = {"truncate": True, "attention_factor": 1}
+        known = {name: value for name, value in rope.items() if value is None or value == usual.get(name, value)}
+        return {**known, "rope_type" if "rope_type" in rope else "type": "yarn"}
+
+    return taken
+
+
+def _kind(rope: Mapping[str, Any]) -> object:
+    return rope.get("rope_type", rope.get("type"))
 
 
 def in_every_other_layer(config: Mapping[str, Any]) -> object:

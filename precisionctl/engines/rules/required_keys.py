@@ -64,6 +64,7 @@ def of_hy_v4(config: Mapping[str, Any]) -> Iterator[str]:
 
 _PUBLISHED: Mapping[object, tuple[str, ...]] = {
     "exaone": ("ExaoneForCausalLM", "num_layers", "activation_function", "layer_norm_epsilon"),
+    "phimoe": ("PhiMoEForCausalLM",),
     "sarvam_mla": ("SarvamMLAForCausalLM", "num_experts", "num_shared_experts"),
     "sarvam_moe": (
         *("SarvamMoEForCausalLM", "num_experts", "num_shared_experts", "use_qkv_bias", "use_bias", "score_function"),
@@ -73,8 +74,8 @@ _PUBLISHED: Mapping[object, tuple[str, ...]] = {
 
 
 def of_published_classes(config: Mapping[str, Any]) -> Iterator[str]:
-    """The published class of models that transformers takes for a Llama, a GLM-4 or a DeepSeek-V3, and writes so, and
-    the published words of their config.json. YaRN has another name there."""
+    """The published class of models that transformers takes for a Llama, a GLM-4 or a DeepSeek-V3, and writes so, or
+    spells otherwise, and the published words of their config.json. YaRN has another name there."""
     published = _PUBLISHED.get(config.get("model_type"))
     if published is None:
         return

@@ -4,19 +4,21 @@ from precisionctl.engines.rules.fixed_settings import (
     FixedSettings,
     in_every_other_layer,
     in_no_layer_unless_all,
+    longrope_by_contexts,
+    none_without_layers,
     off_where_every_other_before,
     off_where_some_layers_from,
     on_unless_said_by,
     one_share_of_heads,
     window_off_by,
+    yarn_of_deepseek,
 )
 from precisionctl.engines.rules.rule import EngineRule
 
 _IN_SILENCE = "its class of this model passes over the setting, in silence"
 _NOT_ALL_BIASES = "its class of this model has not all of these biases, and passes over the others in silence"
-_NO_HEAD = (
-    "its class of this model has no head beside the embedding, and passes over that of the directory, or refuses it"
-)
+_NO_HEAD = "its class of this model has no head beside the embedding, and passes over that of the directory"
+_ROPE = ("rope_parameters", "rope_scaling")
 
 PASSED_OVER = (
     FixedSettings(
@@ -42,16 +44,43 @@ PASSED_OVER = (
         EngineRule(_IN_SILENCE, "vLLM 0.33 models/qwen2_moe.py; run"),
     ),
     FixedSettings(
-        ("qwen2", "qwen3"),
+        ("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3"),
         {"layer_types": in_no_layer_unless_all, "use_sliding_window": off_where_some_layers_from},
         EngineRule("it refuses windows in some layers alone", "vLLM 0.33 models/qwen2.py Qwen2Model; run"),
     ),
     FixedSettings(
-        ("cohere", "cohere2", "cohere2_moe", "falcon_h1", "gemma", "olmoe", "qwen3_moe"),
+        (
+            *("cohere", "cohere2", "cohere2_moe", "falcon_h1", "gemma", "granitemoe", "granitemoe_swa"),
+            *("granitemoeshared", "hy_v3", "olmoe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe"),
+            "qwen3_next",
+        ),
         {"attention_bias": False},
         EngineRule(
             _NOT_ALL_BIASES,
-            "vLLM 0.33 models/commandr.py, cohere2_moe.py, falcon_h1.py, gemma.py, olmoe.py, qwen3_moe.py; run",
+            "vLLM 0.33 models/commandr.py, cohere2_moe.py, falcon_h1.py, gemma.py, granitemoe.py, hy_v3.py, olmoe.py, "
+            "qwen3.py, qwen3_moe.py, qwen3_next.py; run",
+        ),
+    ),
+    FixedSettings(
+        ("llama4_text",),
+        {"attention_bias": False},
+        EngineRule("its class of this model has no biases, and refuses them", "vLLM 0.33 models/llama4.py; run"),
+    ),
+    FixedSettings(
+        ("llama", "minicpm3", "phi3"),
+        {key: longrope_by_contexts(key) for key in _ROPE},
+        EngineRule(
+            "of longrope it makes the attention_factor of the two contexts, whatever is said",
+            "vLLM 0.33 layers/rotary_embedding/phi3_long_rope_scaled_rope.py; run",
+        ),
+    ),
+    FixedSettings(
+        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"),
+        {key: yarn_of_deepseek(key) for key in _ROPE},
+        EngineRule(
+            "it takes any scaling for DeepSeek's YaRN, which rounds the channels between which it blends, and makes "
+            "its attention_factor of mscale and mscale_all_dim",
+            "vLLM 0.33 models/deepseek_v2.py DeepseekV2MLAAttention; run",
         ),
     ),
     FixedSettings(
@@ -60,18 +89,22 @@ PASSED_OVER = (
         EngineRule(_NOT_ALL_BIASES, "vLLM 0.33 models/ernie45.py, ernie45_moe.py; run"),
     ),
     FixedSettings(
-        ("afmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "kimi_k2", "olmoe"),
+        (
+            *("afmoe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
+            *("gpt_oss", "kimi_k2", "mimo_v2_flash", "minimax_m2", "olmoe", "qwen3_next"),
+        ),
         {"tie_word_embeddings": False},
         EngineRule(
             "its class of this model has a head of its own, which stays as it was made where there is none",
-            "vLLM 0.33 models/afmoe.py, deepseek_v2.py, glm4_moe.py, glm4_moe_lite.py, gpt_oss.py, olmoe.py; run",
+            "vLLM 0.33 models/afmoe.py, deepseek_v2.py, glm4_moe.py, glm4_moe_lite.py, gpt_oss.py, mimo_v2.py, "
+            "minimax_m2.py, olmoe.py, qwen3_next.py, models/deepseek_v32; run",
         ),
         head=False,
     ),
     FixedSettings(
-        ("cohere", "cohere2", "cohere2_moe", "gemma2"),
+        ("cohere", "cohere2", "cohere2_moe"),
         {"tie_word_embeddings": True},
-        EngineRule(_NO_HEAD, "vLLM 0.33 models/commandr.py, cohere2_moe.py, gemma2.py; run"),
+        EngineRule(_NO_HEAD, "vLLM 0.33 models/commandr.py, cohere2_moe.py; run"),
         head=True,
     ),
     FixedSettings(
@@ -79,6 +112,28 @@ PASSED_OVER = (
         {"tie_embedding": True, "tie_word_embeddings": on_unless_said_by("tie_embedding")},
         EngineRule(_NO_HEAD, "vLLM 0.33 models/lfm2.py, lfm2_moe.py; run"),
         head=True,
+    ),
+    FixedSettings(
+        ("phimoe",),
+        {"router_jitter_noise": 0.01, "attention_bias": True},
+        EngineRule(_IN_SILENCE, "vLLM 0.33 models/phimoe.py sparsemixer, PhiMoEAttention; run"),
+    ),
+    FixedSettings(
+        ("phimoe",),
+        {"lm_head_bias": False},
+        EngineRule(
+            "it loads the output layer's bias, and makes logits without it",
+            "vLLM 0.33 models/phimoe.py PhiMoEForCausalLM.compute_logits; run",
+            fatal=False,
+        ),
+    ),
+    FixedSettings(
+        ("exaone4",),
+        {"sliding_window": none_without_layers},
+        EngineRule(
+            "without layers of this kind it turns queries and keys in all, and transformers in none",
+            "vLLM 0.33 models/exaone4.py Exaone4Attention; run",
+        ),
     ),
     FixedSettings(
         ("mimo_v2_flash",),
@@ -114,13 +169,26 @@ WRAPPERS = (
     "kimi_vl",
     "lfm2_vl",
     "lighton_ocr",
+    "llama4",
     "llava",
     "llava_next",
     "llava_onevision",
     "paligemma",
     "qianfan_ocr",
+    "qwen2_5_vl",
     "qwen2_audio",
+    "qwen2_vl",
+    "qwen3_5",
+    "qwen3_5_moe",
 )
 """Models of more than text whose text model is held against these. Their classes call init_vllm_registered_model
-(models/utils.py) with its config; others, as GOT-OCR 2, vLLM computes by transformers' own class, or refuses as Aya
-Vision."""
+(models/utils.py) with its config, or make its class themselves (mllama4.py, qwen3_5.py); others, as GOT-OCR 2, vLLM
+computes by transformers' own class, or refuses as Aya Vision."""
+
+REFUSED_HEADS = {
+    "gemma2": EngineRule(
+        "its class of this model has no head beside the embedding, and refuses one, the same as the embedding or not",
+        "vLLM 0.33 models/gemma2.py Gemma2ForCausalLM; run",
+    ),
+}
+"""Models, by `model_type`, of which vLLM loads no output layer."""
