@@ -62,7 +62,7 @@ from precisionctl.engines.serving import FUSED, LATENT
 
 _UNQUANTIZED = Unquantized(ROUTERS_AND_GATES, ("qwen3_moe", "qwen3_vl_moe_text", "lfm2_moe", "k2_horizon"))
 """models/: GateLinear, by its quant_config."""
-_list = partial(IgnoreList, unquantized=_UNQUANTIZED)
+_list = partial(IgnoreList, unquantized=_UNQUANTIZED, unstored=True)
 
 ENGINE = Engine(
     name="vllm",

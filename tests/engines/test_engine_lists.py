@@ -28,7 +28,7 @@ of_this_release = pytest.mark.skipif(BEFORE_5_23, reason="older ones have other 
 
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "head_dim": 32}
 EXPERTS = ("*.experts.*",)
-TRANSFORMERS = engine_named("transformers")
+TRANSFORMERS, VLLM = engine_named("transformers"), engine_named("vllm")
 
 
 def made(root: Path, family: str, scheme: str, exclude: tuple[str, ...] = ()) -> Path:
@@ -228,3 +228,20 @@ def test_what_only_a_list_behind_an_empty_one_names_is_no_value_to_transformers(
     quantization["modules_to_not_convert"] = []
     (found,) = (each for each in TRANSFORMERS.check(config, specs, ones.__getitem__) if module in each.where)
     assert found.what == "bfloat16 values, but its module is not ignored" and found.rule.fatal
+
+
+def test_vllms_list_has_the_linear_that_would_make_values_where_keys_are_the_values(tmp_path: Path) -> None:
+    """Gemma 4: vLLM looks for the third part of what it fuses, which is stored nowhere."""
+    pico.save(tmp_path / "hf", "gemma4", dtype=torch.bfloat16)
+    out, file = tmp_path / "out", tmp_path / "out" / "config.json"
+    request = Request.export(tmp_path / "hf", out, "vllm", "dynamic", exclude=("*self_attn*",), keep_misfits=True)  # type: ignore[call-arg]
+    conversions.carry_out(request, workers=1)
+    assert not [each for each in check(open_checkpoint(out), VLLM) if each.rule.fatal]
+    config = json.loads(file.read_text())
+    name = "model.layers.2.self_attn.v_proj"
+    config["quantization_config"]["ignore"].remove(name)
+    file.write_text(json.dumps(config))
+    found = [each for each in check(open_checkpoint(out), VLLM) if each.rule.fatal]
+    assert [(each.where, f"`{name}` is not ignored" in each.what) for each in found] == [
+        ("model.layers.2.self_attn.k_proj.weight", True)
+    ]

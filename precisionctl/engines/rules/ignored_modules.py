@@ -4,7 +4,7 @@ there."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,14 @@ class Unquantized:
         return model_type not in self.other if self.which.fullmatch(module) else None
 
 
+def values_of_keys(modules: Iterable[str], known: Container[str]) -> dict[str, str]:
+    """The linears among these modules that make keys which are the values, too (Gemma 4), and what would make values
+    beside each, if it were known."""
+    keys = (module for module in modules if module.endswith(".k_proj"))
+    found = {module: f"{module.removesuffix('k_proj')}v_proj" for module in keys}
+    return {module: values for module, values in found.items() if values not in known}
+
+
 @dataclass(frozen=True)
 class IgnoreList:
     """How an engine finds out which linears a `quantization_config` leaves unquantized.
@@ -66,7 +74,8 @@ class IgnoreList:
     unquantized: modules that are values whatever the list says. experts: the suffixes that it appends to
     `...mlp.experts` when it looks up a layer's experts that are one tensor; none if it does not look for those.
     experts_as_one: it looks up experts that are stored one by one as `...mlp.experts`, too. in_memory: it looks under
-    the names that modules have in memory, by transformers' own table.
+    the names that modules have in memory, by transformers' own table. unstored: it looks up all parts of what it fuses,
+    also those that are stored nowhere.
     """
 
     keys: tuple[str, ...]
@@ -77,6 +86,7 @@ class IgnoreList:
     experts: Sequence[str] = ()
     experts_as_one: bool = False
     in_memory: bool = False
+    unstored: bool = False
 
     def entries(self, quantization: Mapping[str, Any]) -> object:
         """The list; None if there is none."""
@@ -105,7 +115,7 @@ class IgnoreList:
         return lambda module: is_named(module) or not (self.heads_apart and module.endswith("lm_head"))
 
     def kept(
-        self, config: Mapping[str, Any], method: str, values: Sequence[str], codes: Iterable[str], *, tied: bool
+        self, config: Mapping[str, Any], method: str, values: Sequence[str], codes: Sequence[str], *, tied: bool
     ) -> list[str]:
         """The modules with `values` as a list of this method has them so that the engine leaves them unquantized: under
         their own names and those by which it may look for them, but none by which it may look for one of `codes`.
@@ -113,7 +123,8 @@ class IgnoreList:
         stacked = dict.fromkeys(experts for name in values if (experts := experts_module(name)))
         numbered = [EXPERT.fullmatch(f"{name}.weight") for name in values if self.experts_as_one]
         listed = (f"{experts}{suffix}" for experts in stacked for suffix in self.experts)
-        values = [*values, *stacked, *listed, *(match[1] for match in numbered if match)]
+        unstored = values_of_keys(values, {*values, *codes}) if self.unstored else {}
+        values = [*values, *unstored.values(), *stacked, *listed, *(match[1] for match in numbered if match)]
         if method == "compressed-tensors":  # the first by an expression, too: see `lost_by_renaming`
             values += [rf"re:{re.escape(experts)}\.0\..+" for experts in stacked if self.experts]
         values = list(dict.fromkeys(values))
@@ -144,6 +155,11 @@ class IgnoreList:
                     unquantized = called.endswith(never)
                 if not (coded or ignored or unquantized):
                     yield name, f"{directory.specs[name].dtype} values, but {which} is not ignored"
+
+        modules = {name.removesuffix(".weight"): name for name in linears(directory.specs)}
+        for module, values in values_of_keys(modules, modules).items() if self.unstored else ():
+            if modules[module] not in directory.scales and not is_ignored(values):
+                yield modules[module], f"{directory.specs[modules[module]].dtype} values, but `{values}` is not ignored"
 
     def misread_experts(self, directory: QuantizedDirectory) -> Breaches:
         """Experts of a layer in one tensor, as values, that the engine takes for codes."""
