@@ -279,6 +279,9 @@ def _slices(
         if "[" in name:
             raise DamagedCheckpoint(f"`{name}` is named as a slice of another tensor", where=where)
         stacked = family.tensors.of_gguf(f"{name}[0]", model) is not None
+        of_one = 2 if name.endswith(".weight") else 1
+        if stacked and model.moe and model.moe.num_experts == 1 and len(tensor.shape) == of_one:
+            tensor = replace(tensor, shape=(1, *tensor.shape))  # which llama-quantize leaves out
         slices = tensor.shape[0] if stacked and len(tensor.shape) > 1 else 1
         count += slices
         if not slices or count > _MOST_SLICES:
