@@ -95,8 +95,8 @@ class Packing:
 
 
 class Cast(ABC):
-    """What becomes of values that are written and read again, row by row or `rows_together` at a time: a function of
-    them alone."""
+    """What values become when they are written and read again. It depends on the values of a row alone, or of
+    `rows_together` of them."""
 
     rows_together = 1
 

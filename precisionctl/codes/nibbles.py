@@ -94,8 +94,8 @@ def _bands(values: Tensor, scratch: Tensor, buffers: int) -> Iterator[tuple[slic
 
 
 def squared_errors(values: Tensor, element: Element, choices: Sequence[Tensor], scratch: Tensor) -> list[Tensor]:
-    """What `encode` loses of `values` `[rows, columns]` in each group, under each of several `scales`: sums of squared
-    differences, FP32 `[rows, groups]`."""
+    """What `encode` loses of `values` `[rows, columns]` in each group, with each of the `choices` as its `scales`: sums
+    of squared differences, FP32 `[rows, groups]` for each."""
     errors = [torch.empty_like(scales) for scales in choices]
     for rows, (numbers, quotients, nearest, *powers) in _bands(values, scratch, 3 + _POWERS[element]):
         numbers.view(values[rows].shape).copy_(values[rows])
