@@ -16,10 +16,9 @@ from precisionctl.errors import RecipeError
 from precisionctl.export.mlx_plan import MlxScheme
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.grouped import ColumnOrder
-from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Layout, Parallelism
 from precisionctl.paths import StrPath
-from precisionctl.precision import PRESETS, Precision
+from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import SCHEMES, Scheme
 
 TE: Final = "te"
@@ -43,14 +42,6 @@ _DTYPES: Mapping[PrecisionChoice, DType | None] = {
 
 _GGUF_TYPES: tuple[GgufType, ...] = get_args(GgufType)
 _MLX_SCHEMES: tuple[MlxScheme, ...] = get_args(MlxScheme)
-
-
-def numerics(recipe: Precision | None, model: ModelShape) -> Precision:
-    """The precision of a recipe, or TE's defaults without one, for this model: it names the last layers that stay in
-    BF16 (`Precision.of_layers`). Raises UnknownArchitecture for a recipe that counts the layers of a model that no
-    table describes."""
-    precision = recipe or PRESETS["fp8-delayed"]
-    return precision.of_layers(model.num_layers) if precision.counts_layers else precision
 
 
 def given_options(options: Mapping[str, object]) -> str:

@@ -1,5 +1,8 @@
-"""The FP8 precision of the run that wrote a checkpoint, where the checkpoint says it: a run of ours in its run.json,
-Megatron's in its arguments, and one in delayed scaling in its FP8 state too."""
+"""The FP8 precision of the run that wrote a checkpoint, or of a recipe that is given in its place.
+
+Where the checkpoint says it: a run of ours in its run.json, Megatron's in its arguments, and one in delayed scaling in
+its FP8 state too.
+"""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,7 +15,6 @@ from precisionctl.checkpoints.megatron.arguments import recipe_words
 from precisionctl.checkpoints.megatron.directory import of_megatron
 from precisionctl.checkpoints.megatron.keys import RUN_FILE
 from precisionctl.checkpoints.run_file import ended_in_bf16, identity_of_run
-from precisionctl.commands.request import numerics
 from precisionctl.conversion.known_state import KnownState
 from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownArchitecture
 from precisionctl.megatron_flags import coded_words, keys_of
@@ -61,14 +63,22 @@ def precision_if_known(reader: Reader) -> tuple[RunPrecision | None, tuple[str, 
     return run, () if run else unknown_arguments(reader)
 
 
+def precision_of_recipe(recipe: Precision | None, model: ModelShape) -> Precision:
+    """The precision of a recipe, or TE's defaults without one, for this model: it names the last layers that stay in
+    BF16 (`Precision.of_layers`). Raises UnknownArchitecture for a recipe that counts the layers of a model that no
+    table describes."""
+    precision = recipe or PRESETS["fp8-delayed"]
+    return precision.of_layers(model.num_layers) if precision.counts_layers else precision
+
+
 def precision_of_export(recipe: Precision | None, run: Precision | None, model: ModelShape) -> Precision:
     """The precision that says which modules of an export stay in BF16: a given recipe, else that of the run that wrote
     the source. Numbers of layers that another model has, as a run's say, are passed over."""
     if recipe is None and run is not None:
         ends = {key: getattr(run, key) for key in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")}
         with suppress(RecipeError, UnknownArchitecture):
-            return numerics(replace(PRESETS["fp8-delayed"], keep_bf16=run.keep_bf16, **ends), model)
-    return numerics(recipe, model)
+            return precision_of_recipe(replace(PRESETS["fp8-delayed"], keep_bf16=run.keep_bf16, **ends), model)
+    return precision_of_recipe(recipe, model)
 
 
 def unknown_arguments(reader: Reader) -> tuple[str, ...]:

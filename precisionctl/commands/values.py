@@ -30,10 +30,10 @@ from precisionctl.commands.notes import (
     state_notes,
     tower_notes,
 )
-from precisionctl.commands.request import numerics
 from precisionctl.commands.run_precision import (
     RunPrecision,
     precision_if_known,
+    precision_of_recipe,
     precision_of_run,
     precision_to_continue,
     settings_notes,
@@ -73,7 +73,7 @@ def as_values(source: Source) -> Result:
     recipe = before.precision if before else request.recipe
     stateless = recipe if recipe and not recipe.keeps_state else None
     if in_fp8:
-        check_fp8_gemms(plan, numerics(recipe, plan.model))
+        check_fp8_gemms(plan, precision_of_recipe(recipe, plan.model))
 
     live = request.fills_extra_state and (stateless is None if in_fp8 else state is not None)
     expert_ranks = None
@@ -253,7 +253,7 @@ def _live_state(
     request, reader, gemms = source.request, source.reader, source.plan.gemms
     wanted: Callable[[str], bool] = (state.modules if state else {}).__contains__
     if request.precision == "fp8":
-        wanted = numerics(recipe, source.plan.model).in_fp8
+        wanted = precision_of_recipe(recipe, source.plan.model).in_fp8
     amax = amax_by_module(weight_amax, {module: shape for module, shape in gemms.items() if wanted(module)})
     keeps_own = state is not None and request.recipe is None
     change = carry_state(state, amax, recipe.delayed if recipe and not keeps_own else None)
