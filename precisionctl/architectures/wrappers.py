@@ -199,6 +199,7 @@ WRAPPERS: Mapping[str, WrapperNames] = {
     "qwen3_vl_moe": WrapperNames(*IN_MEMORY, text="qwen3_vl_moe_text", experts=EXPERTS_AS_IN_OUT),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), WrapperNames(*IN_MEMORY, mtp="mtp.")),
     "qwen4_exp": WrapperNames(*IN_MEMORY),
+    "cohere_compass": WrapperNames(*IN_MEMORY, text="cohere_compass_text"),
     **dict.fromkeys(
         ("glm4v", "glm46v", "glmga"), WrapperNames(*IN_MEMORY, text="glm4v_text", mark="visual.post_conv_layernorm.")
     ),

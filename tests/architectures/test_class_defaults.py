@@ -45,10 +45,11 @@ def means_the_same(said: dict[str, Any], kind: type[PretrainedConfig]) -> bool:
 
 
 NOT_WHOLE = {
+    *("cohere-compass", "cohere-compass-turning"),
     *("deepseek", "deepseek-v2", "deepseek-v2-groups", "dots1", "kimi-k3", "lfm2-moe", "minimax-m3", "nemotron-nas"),
     "qwen4",
 }
-"""Families whose class by itself makes no model: it has null for some size or for the kinds of layers, and MiniMax M3's
+"""Families whose class by itself makes no model: it has null for some size, for the kinds of layers or for their rotary embeddings, and MiniMax M3's
 two words for how many channels turn contradict each other."""
 
 BRIEFLY = pico.first_of_each(keys)[:30]

@@ -413,6 +413,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2": {"model_type": "starcoder2", "sliding_window": 8},
     "cohere": {"model_type": "cohere", "logit_scale": 0.5},
     "cohere2": {"model_type": "cohere2", "logit_scale": 0.5, "num_hidden_layers": 4, "sliding_window": 8},
+    "cohere-compass": {
+        "model_type": "cohere_compass_text",
+        "logit_scale": 0.5,
+        "num_hidden_layers": 4,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50000.0},
+            "full_attention": None,
+        },
+    },
+    "cohere-compass-turning": {
+        "model_type": "cohere_compass_text",
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 500000.0},
+        },
+    },
     "cohere2-moe": {
         "model_type": "cohere2_moe",
         "logit_scale": 0.5,

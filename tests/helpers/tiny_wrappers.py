@@ -233,6 +233,14 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     },
     "llava_next_video": {"model_type": "llama", "rms_norm_eps": 1e-5},
     **dict.fromkeys(("got_ocr2", "pp_chart2table"), {"model_type": "qwen2"}),
+    "cohere_compass": {
+        **{name: its for name, its in pico.FAMILIES.get("cohere-compass", {}).items() if name not in TEXT},
+        "num_hidden_layers": 4,
+        "rope_parameters": {
+            "sliding_attention": MROPE | {"mrope_interleaved": True},
+            "full_attention": None,
+        },
+    },
     "deepseek_ocr2": {
         **{name: its for name, its in pico.FAMILIES.get("deepseek", {}).items() if name not in TEXT},
         "model_type": "deepseek_ocr2_text",
@@ -318,6 +326,7 @@ TIED = {
     "shieldgemma2",
     "aya_vision",
     "cohere2_vision",
+    "cohere_compass",
     "paddleocr_vl",
 }
 

@@ -77,6 +77,7 @@ SCHEMES: dict[str, dict[str, Any] | None] = {
     **{mode: {"mode": mode} for mode in ("mxfp4", "mxfp8", "nvfp4")},
 }
 WRITTEN = FAMILIES | {
+    "deepseek": SIZES | {"moe_intermediate_size": 64, "routed_scaling_factor": 1.0},
     "deepseek-v3": FAMILIES["deepseek-v3"] | {"qk_nope_head_dim": 64},
     "granite-moe": SIZES,
     "step3p5": STEP,

@@ -23,13 +23,16 @@ LAST_NORM = (*llama.FINAL_NORM, Row("model.norm.bias", "decoder.final_layernorm.
 
 ROWS = llama.model_rows(*NORM, *llama.ATTENTION, *llama.MLP, ending=LAST_NORM)
 
-COMMON: tuple[keys.Entry, ...] = (
+BLOCKS: tuple[keys.Entry, ...] = (
     *keys.SIZES,
     keys.ATTENTION_BIAS,
     keys.SILU,
     keys.Always("norm_bias", False),
     keys.Always("parallel_residual", True),
     keys.Always("shared_layernorm", True),
+)
+COMMON: tuple[keys.Entry, ...] = (
+    *BLOCKS,
     keys.Always("rotary_interleaved", True),
     keys.Key("logit_multiplier", "logit_scale", 0.0625),
     keys.tied(True),

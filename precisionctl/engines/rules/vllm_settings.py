@@ -102,9 +102,9 @@ PASSED_OVER = (
         head=False,
     ),
     FixedSettings(
-        ("cohere", "cohere2", "cohere2_moe"),
+        ("cohere", "cohere2", "cohere2_moe", "cohere_compass_text"),
         {"tie_word_embeddings": True},
-        EngineRule(_NO_HEAD, "vLLM 0.33 models/commandr.py, cohere2_moe.py; run"),
+        EngineRule(_NO_HEAD, "vLLM 0.33 models/commandr.py, cohere2_moe.py, cohere_compass.py; run"),
         head=True,
     ),
     FixedSettings(
@@ -163,6 +163,9 @@ PASSED_OVER = (
 WRAPPERS = (
     "audioflamingo3",
     "cohere2_vision",
+    "cohere_compass",
+    "granite_speech",
+    "granite_speech_plus",
     "internvl",
     "internvl_chat",
     "kimi_k25",
@@ -173,6 +176,7 @@ WRAPPERS = (
     "llava",
     "llava_next",
     "llava_onevision",
+    "moss_transcribe_diarize",
     "paligemma",
     "qianfan_ocr",
     "qwen2_5_vl",
@@ -182,8 +186,8 @@ WRAPPERS = (
     "qwen3_5_moe",
 )
 """Models of more than text whose text model is held against these. Their classes call init_vllm_registered_model
-(models/utils.py) with its config, or make its class themselves (mllama4.py, qwen3_5.py); others, as GOT-OCR 2, vLLM
-computes by transformers' own class, or refuses as Aya Vision."""
+(models/utils.py) with its config, or make its class themselves (mllama4.py, qwen3_5.py,
+cohere_compass.py); others, as GOT-OCR 2, vLLM computes by transformers' own class, or refuses as Aya Vision."""
 
 REFUSED_HEADS = {
     "gemma2": EngineRule(
