@@ -120,7 +120,7 @@ GEMMA_4 = replace(
     qk_layernorm=True,
     v_l2_norm=True,
     layer_scalar=True,
-    query_pre_attn_scalar=1.0,
+    query_pre_attn_scalar=16.0,  # with its own 1 and random weights, roundings of BF16 become a tenth of a gradient
     global_attention=GlobalAttention(num_query_groups=1, kv_channels=64, keys_are_values=True),
     **WINDOW,
 )

@@ -20,6 +20,7 @@ from precisionctl.recipe import Optimizer, ParallelSettings
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
+from precisionctl.trainer.optimizer.muon import MasterMuon
 from precisionctl.trainer.parallel.world import ALONE, World, _meshes, local
 
 pytestmark = pytest.mark.usefixtures("same_order")
@@ -41,12 +42,19 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def trained(
-    shape: ModelShape, precision: Precision, world: World, recompute: bool = False
+    shape: ModelShape,
+    precision: Precision,
+    world: World,
+    recompute: bool = False,
+    settings: Optimizer = Optimizer(lr=1e-3),  # noqa: B008, which is frozen
 ) -> tuple[list[Tensor], GPT, MasterAdamW]:
     """Losses of some updates of several passes, each with an evaluation between."""
     torch.manual_seed(0)
     model = GPT(shape, precision, "te", device="cuda", world=world, recompute=recompute)
-    optimizer = MasterAdamW(model, Optimizer(lr=1e-3), model.shards)
+    if settings.by_muon:
+        optimizer: MasterAdamW = MasterMuon(model, shape, settings, model.shards)
+    else:
+        optimizer = MasterAdamW(model, settings, model.shards)
     tokens, losses = torch.randint(500, (UPDATES * PASSES, 2, 128), device="cuda"), []
     for update in range(UPDATES):
         for turn in range(PASSES):
@@ -79,3 +87,15 @@ def test_layers_that_are_gathered_train_as_those_that_stay_to_the_last_bit(
     for name, linear in fp8_linears(gathered).items():
         if precision.keeps_state:
             assert_same(linear.fp8_state(), fp8_linears(whole)[name].fp8_state())
+
+
+def test_muon_takes_matrices_that_are_gathered_for_it(mesh: DeviceMesh) -> None:
+    """Masters, and momentum, of which AdamW has none."""
+    settings = Optimizer(preset="muon", lr=1e-3, muon_extra_scale_factor=0.2)
+    made = (trained(SHAPE, DELAYED, world, settings=settings) for world in (ALONE, World(mesh=mesh)))
+    (expected, _, whole), (found, _, sharded) = made
+    assert all(map(torch.equal, found, expected))
+    assert "momentum_buffer" in whole.tensors
+    for kind, tensors in whole.tensors.items():
+        for name, tensor in tensors.items():
+            assert torch.equal(local(sharded.tensors[kind][name]), tensor), (kind, name)

@@ -112,3 +112,13 @@ def test_on_blackwell_scales_that_are_powers_of_two_are_taken(monkeypatch: pytes
     monkeypatch.setattr(te, "is_fp8_block_scaling_available", lambda return_reason: (True, ""))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     assert choose_backend("te", BLOCK) == "te"
+
+
+@pytest.mark.parametrize("precision", [MXFP8, NVFP4], ids=["mxfp8", "nvfp4"])
+def test_hopper_refuses_what_wants_blackwell(precision: Precision) -> None:
+    """As Transformer Engine itself answers."""
+    if torch.cuda.get_device_capability() >= (10, 0):
+        pytest.skip("Blackwell has both")
+    for backend in ("te", "auto"):
+        with pytest.raises(EnvironmentProblem, match=f"precision.scaling = {precision.scaling} here: .*10.0 or higher"):
+            choose_backend(backend, precision)

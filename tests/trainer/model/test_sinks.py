@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from pico import shape
-from torch import Tensor
+from sinks import written_out
 
 from precisionctl.precision import PRESETS
 from precisionctl.trainer.backends.emulated import EmulatedBackend
@@ -15,17 +15,6 @@ from precisionctl.trainer.model.attention.core_attention import CoreAttention
 from precisionctl.trainer.sequences import PackedSequences, Positions
 
 HEADS, GROUPS, LENGTH = 6, 2, 33
-
-
-def written_out(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, scale: float, window: int | None) -> Tensor:
-    """`[B, S, heads, D]` to `[B, S, heads, channels of a value]`."""
-    key, value = (each.repeat_interleave(HEADS // GROUPS, 2) for each in (key, value))
-    scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * scale
-    distance = torch.arange(query.shape[1])[:, None] - torch.arange(query.shape[1])
-    unseen = (distance < 0) | (distance >= (window or query.shape[1]))
-    exponentials = scores.masked_fill(unseen, -torch.inf).exp()
-    shares = exponentials / (exponentials.sum(-1, keepdim=True) + sinks.exp()[:, None, None])
-    return torch.einsum("bhqk,bkhd->bqhd", shares, value)
 
 
 def attention(dtype: torch.dtype, size: int, value_size: int) -> CoreAttention:
