@@ -36,8 +36,8 @@ gpu: $(GPU_CALLS)  ## on a machine with an FP8 GPU and Transformer Engine in PYT
 	rm $(RESULTS)/gpu-[1-4].json
 
 gpu-1: SECTIONS := tests,truth,curves,profile
-gpu-2: SECTIONS := speed,core,products
-gpu-3: SECTIONS := serving
+gpu-2: SECTIONS := speed,core
+gpu-3: SECTIONS := products,serving
 gpu-4: SECTIONS := peers,casts
 $(GPU_CALLS):
 	-$(PYTHON) benchmarks/gpu.py --sections $(SECTIONS) $(if $(LIMIT),--limit $(LIMIT)) --out $(RESULTS)/$@.json

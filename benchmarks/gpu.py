@@ -41,7 +41,7 @@ BUDGETS = {
     "curves": 220,
     "profile": 110,
     "speed": 200,
-    "core": 50,
+    "core": 90,
     "products": 80,
     "serving": 200,
     "peers": 190,
