@@ -108,6 +108,8 @@ VLLM: dict[str, dict[str, Any]] = {
     "phimoe": WIDE | {"router_jitter_noise": 0.01, "lm_head_bias": False},
     "falcon": {"hidden_size": 256, "ffn_hidden_size": 1024},
     "falcon-40b": {"hidden_size": 256, "ffn_hidden_size": 1024},
+    "axk1": _WIDE_LATENTS,
+    "mamba2": {"intermediate_size": 128},  # it takes such a word, which is not the family's, for the width of mixers
     # 0.32 adds to a null, which transformers writes
     "mellum": WIDE | {"num_nextn_predict_layers": 0},
     "minicpm3": {"hidden_size": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64},

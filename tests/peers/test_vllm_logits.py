@@ -5,7 +5,6 @@ Of other families it has no kernels for CPUs (sparse attention, delta nets in FP
 MiniMax-M2 and Laguna, Mamba-1), no sizes that a small model has (Llama 4's chunks of 128, latents of A.X K2 and Mistral
 4), or its version of transformers does not know them. Further causes, all of them vLLM's:
 
-- A.X K1: it asks for a norm behind dense MLPs, too, which published files store and nobody computes
 - Bamba, MPT: it has no class of them any more
 - Kimi Linear: what puts kernels for CPUs in the place of Triton's fails on an attribute of another package
 - Step 3.5, DeepSeek-V4: the configs of this version and of transformers 5.19 do not go together; 0.33 asks for a GPU
@@ -69,6 +68,11 @@ def make(directory: Path, family: str, **changes: Any) -> None:
     """A directory whose names and config.json are ours, with the words of published files that vLLM asks for."""
     source, megatron = (directory.with_name(f"{directory.name}-{word}") for word in ("source", "megatron"))
     pico.save(source, family, dtype=torch.float32, **changes)
+    if family == "axk1":  # whose published files have a norm behind dense MLPs too, which nobody computes
+        file = source / "model.safetensors"
+        tensors = load_file(file)
+        unused = {"model.layers.0.post_mlp_layernorm.weight": torch.ones_like(tensors["model.norm.weight"])}
+        save_file(tensors | unused, file, metadata={"format": "pt"})
     conversions.run(source, megatron, "megatron")
     conversions.run(megatron, directory, "hf")
     config = json.loads((directory / "config.json").read_text())
@@ -114,6 +118,8 @@ def test_vllm_takes_a_setting_for_what_the_rule_says(served: Path, family: str) 
     assert off_by(directory, directory) > 1e-3
     config = json.loads((directory / "config.json").read_text())
     taken = {key: value for settings in ENGINE.fixed for key, value in settings.taken(config)}
+    if taken.get("sliding_window") == 0:  # none, to vLLM, and not to transformers
+        taken["sliding_window"] = None
     as_taken = served / f"{family}-as-taken"
     as_taken.mkdir()
     (as_taken / "config.json").write_text(json.dumps(config | taken))
