@@ -116,9 +116,9 @@ def test_another_number_of_gpus_is_advised_that_divides_heads(tmp_path: Path) ->
 
 
 def test_four_bits_of_rows_that_gpus_share_are_refused_by_the_export_as_by_verify(tmp_path: Path) -> None:
-    """Bamba's mixers have one group, whose rows vLLM's mamba_v2_sharded_weight_loader gives to every GPU."""
-    sizes = {**pico.ONE_GROUP["bamba"], "hidden_size": 256, "intermediate_size": 256}
-    pico.save(tmp_path / "source", "bamba", dtype=torch.bfloat16, **sizes)
+    """Granite 4's mixers have one group, whose rows vLLM's mamba_v2_sharded_weight_loader gives to every GPU."""
+    sizes = {**pico.ONE_GROUP["granite-hybrid-dense"], "hidden_size": 256, "shared_intermediate_size": 256}
+    pico.save(tmp_path / "source", "granite-hybrid-dense", dtype=torch.bfloat16, **sizes)
     said = refused(tmp_path / "source", tmp_path / "out", "vllm", "w4a16", ranks=2)
     assert "mamba.in_proj.weight" in said and "found only in codes of one byte" in said
     request = Request.export(tmp_path / "source", tmp_path / "kept", "vllm", "w4a16", ranks=2, keep_misfits=True)
