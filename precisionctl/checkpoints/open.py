@@ -10,6 +10,7 @@ from precisionctl.checkpoints import foreign, huggingface
 from precisionctl.checkpoints.base import NO_HINTS, Container, Hints, Reader
 from precisionctl.discover import discover
 from precisionctl.errors import PrecisionctlError, UnknownFormat, nearest_path
+from precisionctl.paths import above
 
 _log = logging.getLogger(__name__)
 _LOOKED_INTO, _SHOWN = 100, 10
@@ -57,4 +58,7 @@ def _advice(path: Path, containers: Sequence[Container], wanted: str) -> str:
         return f"Did you mean {found[0]}?"
     if not inside:
         return f"The directory is empty. {wanted}".rstrip()
+    with suppress(PrecisionctlError, OSError):
+        if any(container.recognise(above(path)) for container in containers):
+            return f"Did you mean {above(path)}?"
     return wanted or "\n- ".join(["Looked for:", *(container.looked_for for container in containers)])

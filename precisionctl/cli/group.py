@@ -29,6 +29,7 @@ from precisionctl.errors import (
     one_line,
 )
 from precisionctl.signals import name_of
+from precisionctl.sizes import listed
 from precisionctl.trainer.measure.json_numbers import finite
 
 SCHEMA_VERSION = 1
@@ -302,11 +303,27 @@ _COMMANDS = {
 def _with_the_nearest(error: click.NoSuchOption, ctx: click.Context) -> click.NoSuchOption:
     """An unknown option's error, with the most similar option that the help shows. click's own guesses are in
     alphabetical order, and include hidden options."""
-    options = (param for param in ctx.command.get_params(ctx) if isinstance(param, click.Option) and not param.hidden)
-    known = [name for option in options for name in option.opts]
+    known = [*_options_of(ctx.command), *ctx.help_option_names]
     name, other = error.option_name, _OPTIONS.get(error.option_name, "")
-    advice = f"Give {other}." if other.split(" ")[0] in (*known, "it") else meant(name, known, _ALIKE)
+    if other.split(" ")[0] in (*known, "it"):
+        advice = f"Give {other}."
+    else:
+        advice = meant(name, known, _ALIKE) or _commands_with(name, ctx)
     return click.NoSuchOption(name, f"No such option '{name}'. {advice}".rstrip(), ctx=ctx)
+
+
+def _commands_with(option: str, ctx: click.Context) -> str:
+    """Which other commands have an option, in words; empty if none has."""
+    group = ctx.parent.command if ctx.parent else None
+    commands = group.commands if isinstance(group, click.Group) else {}
+    having = [name for name, each in commands.items() if option in _options_of(each)]
+    return f"{listed(f'`{name}`' for name in having)} {'has' if len(having) == 1 else 'have'} it." if having else ""
+
+
+def _options_of(command: click.Command) -> list[str]:
+    """The options that a command's help shows."""
+    options = (each for each in command.params if isinstance(each, click.Option) and not each.hidden)
+    return [name for option in options for name in option.opts]
 
 
 def as_our_error(error: Exception) -> PrecisionctlError:

@@ -11,10 +11,10 @@ from precisionctl.cli.group import Command, print_json
 from precisionctl.cli.options import (
     CHECKPOINT,
     DATA,
-    FILE,
     NEW_FILE,
     POSITIVE,
     RUN,
+    STATE,
     TOO_FAR,
     Choice,
     Percent,
@@ -49,7 +49,7 @@ def _written(*files: Path | None) -> list[str]:
 @click.option(
     "--fp8", is_flag=True, help="Judge whether FP8 training is safe from here, for each layer, role and scaling."
 )
-@click.option("--fp8-state", type=FILE, help="With --fp8: read activations and gradients from this file of calibrate.")
+@click.option("--fp8-state", type=STATE, help="With --fp8: read activations and gradients from this file of calibrate.")
 @click.option("--html", type=NEW_FILE, help="With --fp8: write a report to this file, as one self-contained page.")
 @click.option(
     "--workers", type=POSITIVE, default=2, show_default=True, help="With --fp8: number of processes that measure."
@@ -286,7 +286,10 @@ def doctor(checkpoint: Path | None, iteration: int | None, json_wanted: bool) ->
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.option(
     "--framework",
-    type=Choice(["megatron-lm", "megatron-bridge", "nemo", "accelerate"]),
+    type=Choice(
+        ["megatron-lm", "megatron-bridge", "nemo", "accelerate"],
+        elsewhere={name: f"`convert --to {name}` writes what it loads." for name in ("torchtitan", "deepspeed")},
+    ),
     required=True,
     help="The framework that will continue from CHECKPOINT.",
 )

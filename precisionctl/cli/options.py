@@ -50,6 +50,16 @@ class ExistingPath(click.Path):
             self.fail(f"'{value}': {UNFINISHED}. {GOES_ON}", param, ctx)
 
 
+class StateFile(ExistingPath):
+    """A file of FP8 state."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if Path(value).is_dir():
+            advice = "Give a file of `calibrate` or a recorder. Without one, a checkpoint's own state is used."
+            self.fail(f"'{value}': a directory. {advice}", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 class DataPath(click.Path):
     """A path of data, or a name: of Megatron's data (two files), of a split, or of a data set on the Hub. If nothing is
     there, the command fails before it imports PyTorch and reads a checkpoint."""
@@ -103,7 +113,7 @@ class CheckpointPath(ExistingPath):
 
 
 CHECKPOINT, TOKENIZER, DATA = CheckpointPath(), CheckpointPath(weights=False), DataPath()
-RUN, FILE, NEW_FILE = ExistingPath(), ExistingPath(dir_okay=False), NewFile()
+RUN, STATE, NEW_FILE = ExistingPath(), StateFile(), NewFile()
 
 
 class Choice(click.Choice[str]):
@@ -241,7 +251,7 @@ reference_option = click.option(
 )
 fp8_state_option = click.option(
     "--fp8-state",
-    type=FILE,
+    type=STATE,
     help="FP8 state from this file of calibrate or of a recorder.",
 )
 include_option = click.option(

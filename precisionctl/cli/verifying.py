@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from precisionctl.cli.group import Command, print_json
-from precisionctl.cli.options import CHECKPOINT, FILE, POSITIVE, EngineName, is_given, json_option, reference_option
+from precisionctl.cli.options import CHECKPOINT, POSITIVE, STATE, EngineName, is_given, json_option, reference_option
 
 
 @click.command(
@@ -46,7 +46,7 @@ from precisionctl.cli.options import CHECKPOINT, FILE, POSITIVE, EngineName, is_
 )
 @click.option(
     "--fp8-state",
-    type=FILE,
+    type=STATE,
     help="Compare fixed scales and FP8 state with this file of calibrate, instead of A's state, or B's if A alone is "
     "codes.",
 )

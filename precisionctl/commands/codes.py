@@ -1,7 +1,7 @@
 """Results whose weights are codes for an inference engine, in a scheme that it reads."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -248,16 +248,24 @@ class _EngineCodes:
             raise plan.model.why
         layout = served(plan.model, plan.targets, request.ranks, expert_parallel=request.expert_parallel)
         if found := engine.division.check(plan.targets, layout):
-            fewer = range(request.ranks - 1, 0, -1)
-            taken = next((each for each in fewer if not engine.division.check(plan.targets, layout.on(each))), None)
+            do = self._other_division(layout)
             raise PrecisionError(
                 f"{engine.title} cannot divide it: {found[0].what}; {found[0].rule.text}",
                 where=found[0].where,
-                do="Choose another --tp"
-                + (f", such as {taken}" if taken else "")
-                + (", or leave --expert-parallel out." if request.expert_parallel else "."),
+                do=do,
             )
         return layout
+
+    def _other_division(self, layout: ServingLayout) -> str:
+        """The advice for a layout that the engine cannot make: one that it can, as near to it as there is."""
+        joined = replace(layout, expert_parallel=False)
+        fewer = range(layout.ranks - 1, 0, -1)
+        others = [*map(layout.on, fewer[:-1]), joined, *map(joined.on, fewer)]
+        taken = next(each for each in others if not self.engine.division.check(self.source.plan.targets, each))
+        number = f"another --tp, such as {taken.ranks}" if taken.ranks < layout.ranks else ""
+        if taken.expert_parallel == layout.expert_parallel:
+            return f"Choose {number}."
+        return "Leave --expert-parallel out" + (f", and choose {number}." if number else ".")
 
     def _check_blocks(self, scheme: Scheme, values: Iterable[str]) -> None:
         """Raise PrecisionError if the engine takes some linears only as codes in blocks, and another scheme encodes

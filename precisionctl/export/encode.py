@@ -247,7 +247,8 @@ def in_scheme(
             + (f": the engine takes none of {len(misfits)} for their shapes" if misfits else ""),
             do=advice(jobs)
             if misfits
-            else "`precisionctl inspect` says of each linear why it stays in BF16; --include takes more of them.",
+            else "--include takes more of them, but none that --exclude names. Of a model without a table of its "
+            "family, `precisionctl inspect` says of each linear why it stays in BF16.",
         )
     inputs = None
     if SCHEMES[form.scheme].fixed_inputs:

@@ -12,7 +12,7 @@ def launch(source: LaunchSource) -> Launch:
         raise CheckpointError(
             "accelerate trains Hugging Face directories, and this is not one",
             where=source.path,
-            do="Write one: `precisionctl convert CKPT NEW --to hf`.",
+            do=f"Write one: {source.conversion('hf')}",
         )
     options: list[tuple[str, ...]] = [("--mixed_precision", "fp8" if source.state else "bf16")]
     notes = []

@@ -110,6 +110,10 @@ class LaunchSource:
         """The model that the tensors make: a framework would look for layers that only config.json has."""
         return stored_model(self.reader)
 
+    def conversion(self, to: str) -> str:
+        """The command that writes the checkpoint as something else."""
+        return f"precisionctl convert {shlex.quote(str(self.path))} NEW --to {to}"
+
     def require_megatron(self, framework: str, do: str) -> None:
         """Raise CheckpointError, with the advice `do`, if this is not a Megatron checkpoint."""
         if not of_megatron(self.reader):
@@ -148,7 +152,7 @@ class LaunchSource:
             raise CheckpointError(
                 f"Megatron-LM does not load {here}, but a release, or an iteration from 1 on under its name",
                 where=self.path,
-                do=f"Write one that it loads: precisionctl convert {shlex.quote(str(self.path))} NEW --to megatron",
+                do=f"Write one that it loads: {self.conversion('megatron')}",
             )
         do = f"Write `{step or release}` into that file."
         tracked = directory_name(read_tracker(self.root, do)) if has_file(self.root / TRACKER, self.root) else None

@@ -65,7 +65,7 @@ _BALANCE_KINDS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 def launch(source: LaunchSource) -> Launch:
     """The flags of `pretrain_gpt.py`. Raises CheckpointError for a checkpoint that is not Megatron's,
     UnknownArchitecture for a model that flags cannot describe, and PrecisionError as `require_fp8_sizes`."""
-    source.require_megatron("Megatron-LM", "Write one: `precisionctl convert CKPT NEW --to megatron`.")
+    source.require_megatron("Megatron-LM", f"Write one: {source.conversion('megatron')}")
     source.require_fp8_sizes("Megatron-LM")
     sizes = source.sizes(argument for _, argument in PARALLEL_SIZES.values())
     parallel = Parallelism(**{field: sizes[name] for field, (_, name) in PARALLEL_SIZES.items() if name in sizes})

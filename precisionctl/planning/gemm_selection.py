@@ -1,7 +1,7 @@
 """Choose by name patterns which weights of a plan become FP8, where the user asks for other ones than the family's
 table."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -47,7 +47,16 @@ def _matches(weight: str, pattern: str) -> bool:
     return fnmatchcase(weight.removesuffix(".weight"), pattern)
 
 
-def _groups(linears: Iterable[str], patterns: Sequence[str], reasons: Mapping[str, str]) -> set[str]:
+def _whole_names(linears: Sequence[str], pattern: str) -> str:
+    """The advice for a pattern that matches nothing: a longer one, of which it is the beginning or the end."""
+    longer = (each for each in (f"*.{pattern}", f"{pattern}.*") if any(_matches(name, each) for name in linears))
+    if meant := next(longer, None):
+        return f"Patterns match whole names of modules. Did you mean '{meant}'?"
+    example = f", such as `{linears[0].removesuffix('.weight')}`" if linears else ""
+    return f"Patterns match whole names of modules in the result{example}."
+
+
+def _groups(linears: Sequence[str], patterns: Sequence[str], reasons: Mapping[str, str]) -> set[str]:
     """The groups of the weights that match the patterns. `reasons` says of other tensors why they can be no FP8 GEMM's
     weight."""
     found = set()
@@ -60,9 +69,6 @@ def _groups(linears: Iterable[str], patterns: Sequence[str], reasons: Mapping[st
                         f"{pattern!r} names `{name}`, which never becomes codes: it is {why}",
                         do="Leave the pattern out: engines read such tensors as values.",
                     )
-            raise RecipeError(
-                f"no weight of a linear is called {pattern!r}",
-                do="Patterns match whole names of modules, such as 'model.visual.*'; `inspect` lists them.",
-            )
+            raise RecipeError(f"no weight of a linear is called {pattern!r}", do=_whole_names(linears, pattern))
         found |= groups
     return found

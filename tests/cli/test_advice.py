@@ -141,3 +141,56 @@ def test_a_destination_that_exists_is_to_be_removed_whatever_options_are_added(
     failed = run("convert", "hf", "out", "--to", "hf", *options)
     assert failed.exit_code == 1 and [path.name for path in (tmp_path / "out").iterdir()] == ["kept"]
     assert "Remove it and give the command again, or choose another destination: no option overwrites" in failed.stderr
+
+
+def test_an_option_of_another_command_is_answered_with_that(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    pico.save(tmp_path / "hf", "qwen3", dtype=torch.bfloat16)
+    line = ("convert", tmp_path / "hf", tmp_path / "out", "--to", "hf", "--precision", "fp8")
+    assert "No such option '--scheme'. `export-inference` has it." in run(*line, "--scheme", "block").stderr
+    assert "No such option '--target'. Give it to `export-inference`." in run(*line, "--target", "vllm").stderr
+    assert "No such option '--lr'.\n" in run(*line, "--lr", "1").stderr, "which no command has"
+
+
+def test_a_pattern_that_matches_no_whole_name_is_answered_with_one_that_does(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    pico.save(tmp_path / "hf", "qwen3", dtype=torch.bfloat16)
+    line = ("export-inference", tmp_path / "hf", tmp_path / "out", "--target", "vllm", "--scheme", "dynamic")
+    for pattern, meant in (("v_proj", "*.v_proj"), ("model.layers.0", "model.layers.0.*")):
+        assert f"Did you mean '{meant}'?" in run(*line, "--exclude", pattern).stderr
+        assert run(*line, "--exclude", meant, "--dry-run").exit_code == 0
+    told = run(*line, "--exclude", "decoder.layers.0.*").stderr
+    assert "whole names of modules in the result, such as `model.layers.0.self_attn.q_proj`." in told
+    assert "none that --exclude names" in run(*line, "--exclude", "*").stderr
+
+
+@pytest.mark.parametrize(
+    ("family", "engine", "ranks", "do", "more"),
+    [
+        ("qwen3", "vllm", "2", "Leave --expert-parallel out.", ()),
+        ("qwen3", "vllm", "3", "Leave --expert-parallel out, and choose another --tp, such as 2.", ("--tp", "2")),
+        ("qwen3-moe", "sglang", "3", "Choose another --tp, such as 2.", ("--tp", "2", "--expert-parallel")),
+    ],
+)
+def test_advice_on_the_number_of_gpus_can_be_followed(
+    tmp_path: Path, family: str, engine: str, ranks: str, do: str, more: tuple[str, ...]
+) -> None:
+    (tmp_path / "hf").mkdir()
+    pico.save(tmp_path / "hf", family, dtype=torch.bfloat16)
+    line = ("export-inference", tmp_path / "hf", tmp_path / "out", "--target", engine, "--scheme", "dynamic")
+    assert do in " ".join(run(*line, "--tp", ranks, "--expert-parallel").stderr.split())
+    followed = run(*line, *more, "--keep-misfits", "--dry-run")
+    assert "cannot divide it" not in followed.stderr and followed.exit_code == 0
+
+
+def test_a_directory_within_a_checkpoint_or_in_place_of_a_file_of_state_is_answered(tmp_path: Path) -> None:
+    (tmp_path / "hf" / "precisionctl").mkdir(parents=True)
+    (tmp_path / "hf" / "precisionctl" / "notes.txt").touch()
+    pico.save(tmp_path / "hf", "qwen3", dtype=torch.bfloat16)
+    told = " ".join(run("inspect", tmp_path / "hf" / "precisionctl").stderr.split())
+    assert f"Did you mean {tmp_path / 'hf'}?" in told
+    line = ("export-inference", tmp_path / "hf", tmp_path / "out", "--target", "vllm")
+    told = run(*line, "--fp8-state", tmp_path / "hf").stderr
+    assert "a directory. Give a file of `calibrate`" in " ".join(told.split())
+    told = " ".join(run("launch-args", tmp_path / "hf", "--framework", "torchtitan").stderr.split())
+    assert "`convert --to torchtitan` writes what it loads" in told
