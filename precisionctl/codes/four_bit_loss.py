@@ -27,6 +27,17 @@ GAUSSIAN_DB: Mapping[FourBitScheme, float] = {"nvfp4": 21.2, "mxfp4": 19.0, "w4a
 GAUSSIAN_ZEROS: Mapping[FourBitScheme, float] = {"nvfp4": 0.081, "mxfp4": 0.098, "w4a16": 0.134}
 """SQNR of Gaussian weights, and the share of them that become zero: what the steps cost by themselves."""
 
+MOST_ZEROS = 3.0
+"""From this many times those of Gaussian weights on, elements that become zero say that outliers take up the range of
+scales. In w4a16, the coarsest, Laplace's distribution has 2.0 times as many, Student's of 3 degrees of freedom 2.5."""
+
+
+def most_zeros(element: Element, group: int | None) -> float | None:
+    """The share of elements above which outliers spoil scales of groups of inputs; None if no scheme has such."""
+    schemes = (scheme for scheme, form in FORMATS.items() if form == (element, group))
+    return next((MOST_ZEROS * GAUSSIAN_ZEROS[scheme] for scheme in schemes), None)
+
+
 _ROUNDING = 1 + 2.0**-22
 """The relative error of a scale itself. A value that exceeds the largest number by no more than that has not
 saturated."""

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import gcd
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from precisionctl.codes.elements import E2M1, INT4, Element
 from precisionctl.codes.numerics import INTEGERS, PIECE
 from precisionctl.torch_when_used import torch
@@ -54,6 +56,15 @@ def decode(
         if zeros is not None:
             groups.sub_(zeros[rows].unsqueeze(-1))
         groups.mul_(by)
+
+
+def underflows(values: Tensor, element: Element, packed: Tensor) -> int:
+    """How many nonzero values, on a CPU, have the code of zero. Shapes are those of `decode`."""
+    zero, bits = (0, 7) if element == E2M1 else (CODE_VALUES[element].index(0.0), 15)
+    codes = packed.numpy()
+    zeros = sum(int(np.count_nonzero((codes & bits << shift) == zero << shift)) for shift in (0, 4))
+    filling = len(packed) * (2 * packed.shape[1] - values.shape[1])
+    return zeros - filling - (values.numel() - int(values.count_nonzero()))
 
 
 def encode(

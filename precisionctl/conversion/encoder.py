@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from precisionctl.checkpoints.chunks import Chunked, in_pieces, read_rows
-from precisionctl.codes import numerics, zero_points
+from precisionctl.codes import nibbles, numerics, zero_points
 from precisionctl.codes.blocks import BlockScales, share, share_global
 from precisionctl.codes.elements import CodesInRows
 from precisionctl.codes.encoding import Encoding, scale_dtype
+from precisionctl.codes.four_bit_loss import most_zeros
 from precisionctl.codes.statistics import UNDERFLOW
 from precisionctl.conversion.buffers import Buffers
 from precisionctl.conversion.outcome import Outcome
@@ -201,7 +202,17 @@ class _WeightCodes:
         self._searches = seen is not None and seen.searches
         has_changed = seen is not None and seen.former is not None and not bool(seen.fits.all())
         self._changed = 0 if has_changed else None
-        self._elements, self._zeroed = 0, 0  # of FP8 codes: those that were looked at, and those that became zero
+        self._most_zeros = self._limit()
+        self._elements, self._zeroed = 0, 0  # those that were looked at, and those that became zero
+
+    def _limit(self) -> float | None:
+        """The share of elements above which it is told that they became zero; None if they are not counted. With
+        sixteen numbers many become zero anyway, and it is known of the groups of schemes how many."""
+        spec = self._encoder.specs[self._name]
+        if spec.element.is_fp8:
+            return UNDERFLOW
+        high, wide = self._scales.block
+        return most_zeros(spec.element, wide) if high == 1 and self._scales.zero_points is None else None
 
     def write(self, row: int, values: Tensor) -> None:
         """Write the codes of rows, and those of their scales that are found here."""
@@ -226,12 +237,15 @@ class _WeightCodes:
         encoding.encode_rows(values, first, codes, encoder.buffers.scratch)
         if self._changed is not None:
             self._changed += self._differing(row, codes, values, encoding.of_rows(first, len(values)))
-        if spec.element.is_fp8:  # with steps of one size, or sixteen numbers, many values become zero anyway
+        if self._most_zeros is not None:
             # in one row of 16: to count all would add a tenth to the time of a cast, and if an outlier spoils a scale,
             # most rows show it
             some, their_codes = values[::16], codes[::16]
-            self._elements += their_codes.numel()
-            self._zeroed += numerics.underflows(some, their_codes)
+            self._elements += some.numel()
+            if spec.element.is_fp8:
+                self._zeroed += numerics.underflows(some, their_codes)
+            else:
+                self._zeroed += nibbles.underflows(some, spec.element, their_codes)
         encoder.put(name, row, codes)
 
     def _differing(self, row: int, codes: Tensor, values: Tensor, now: Encoding) -> int:
@@ -247,7 +261,7 @@ class _WeightCodes:
     def report_to(self, outcome: Outcome) -> None:
         """Add to the job's outcome what all rows together show."""
         zeroed = self._zeroed / max(1, self._elements)
-        if zeroed > UNDERFLOW:
+        if self._most_zeros is not None and zeroed > self._most_zeros:
             outcome.zeroed[self._name] = zeroed
         if self._changed is not None:
             outcome.changed[self._name] = self._changed

@@ -16,7 +16,7 @@ class Outcome:
     rounds (`conversion/recoding.py`), of values. `with_nan` are tensors with NaN, among those whose values were cast or
     encoded. `rounded` are tensors of codes with zero points of which some values had been rounded to BF16. `zeroed` has
     the share of elements that became zero, for tensors where it exceeds the limit beyond which `inspect --fp8` advises
-    against FP8 (codes.statistics.UNDERFLOW).
+    against FP8 (codes.statistics.UNDERFLOW), or leaves a module out of four bits (codes.four_bit_loss.most_zeros).
     """
 
     amax: dict[str, float] = field(default_factory=dict)
@@ -74,7 +74,7 @@ def zeroed_notes(shares: Mapping[str, float]) -> Iterator[str]:
         worst = sorted(shares, key=lambda name: (-shares[name], name))
         first = ", ".join(f"{name} {shares[name]:.1%}" for name in worst[:3]) + (", ..." if len(worst) > 3 else "")
         yield (
-            f"WARNING: many elements became 0 in {len(worst)} of the tensors ({first}): the largest one takes up all "
-            "of FP8's range. Leave such modules out with keep_bf16 in a --recipe, or choose finer scales "
+            f"WARNING: many elements became 0 in {len(worst)} of the tensors ({first}): the largest ones take up all "
+            "of their scales' range. Leave such modules out with keep_bf16 in a --recipe, or choose finer scales "
             "(`export-inference --scheme`)."
         )

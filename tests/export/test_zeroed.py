@@ -10,10 +10,11 @@ import pytest
 import torch
 from command_line import say
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.codes import numerics
-from precisionctl.codes.elements import E4M3, E5M2
+from precisionctl.codes import nibbles, numerics
+from precisionctl.codes.elements import E2M1, E4M3, E5M2, INT4, Element
 from precisionctl.codes.statistics import UNDERFLOW
 from precisionctl.dtypes import DType
 from precisionctl.fp8 import sidecar
@@ -62,6 +63,32 @@ def test_a_scale_for_each_row_loses_a_row_and_says_nothing(tmp_path: Path) -> No
     said = say("export-inference", source, tmp_path / "out", "--target=vllm", "--scheme=dynamic")
     codes = load_file(tmp_path / "out" / "model.safetensors")[DOWN].float()
     assert (codes[127] == 0).sum() > 0.9 * codes.shape[1] and "became 0" not in said
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", *in_soak("mxfp4", "nvfp4a16")])
+def test_four_bits_name_tensors_whose_groups_have_outliers(tmp_path: Path, scheme: str) -> None:
+    """One in 16 inputs is an outlier, so each group has one. What is beside it, 15 in 16, is less than a hundredth of a
+    step, and becomes 0. A single one spoils a group alone."""
+    source = make_source(tmp_path / "source", 3e4)
+    how = ("--target=vllm", f"--scheme={scheme}")
+    assert "became 0" not in say("export-inference", source, tmp_path / "one", *how)
+    stored = load_file(source / "model.safetensors")
+    stored[DOWN][:, ::16] = 3e2
+    save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
+    said = say("export-inference", source, tmp_path / "all", *how)
+    assert f"many elements became 0 in 1 of the tensors ({DOWN} 93.8%)" in said
+
+
+@pytest.mark.parametrize("element", [E2M1, INT4], ids=str)
+@pytest.mark.parametrize("columns", [32, 31])
+def test_underflows_of_four_bits_are_counted_as_the_slow_reference_counts_them(element: Element, columns: int) -> None:
+    values = torch.linspace(-3, 3, 40 * columns).view(40, columns)
+    values[::3, ::4], values[1::3, ::4] = 0.0, -0.0
+    scales, packed = torch.ones(40, 1), torch.empty(40, 16, dtype=torch.uint8)
+    nibbles.encode(values, element, scales, packed, torch.empty(nibbles.SCRATCH))
+    # halfway to the next number, which is 0.5 in E2M1 and 1 in INT4, a value goes to the even one, 0
+    expected = int(((values != 0) & (values.abs() <= (0.25 if element == E2M1 else 0.5))).sum())
+    assert expected and nibbles.underflows(values, element, packed) == expected
 
 
 def test_a_hundred_times_the_spread_is_what_fp8_is_for(tmp_path: Path) -> None:
