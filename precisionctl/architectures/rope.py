@@ -75,7 +75,7 @@ def rope(
 
     def read(config: Config) -> Fields:
         config = config if original is None else {_ORIGINAL: original} | dict(config)
-        parameters = rotary_parameters(config, base, scaling)
+        parameters = rotary_parameters(config, base, scaling, percent=percent)
         fields = {**read_rope(config, parameters, base, percent)}
         if not partial:
             _check_whole(fields, config)
@@ -87,7 +87,7 @@ def rope(
 
     def write(model: ModelShape) -> Config:
         config: dict[str, Any] = {"rope_theta": model.rotary_base}
-        if model.rotary_percent != percent:
+        if model.rotary_percent != 1 or percent != 1:  # engines have other defaults than the class
             config["partial_rotary_factor"] = model.rotary_percent
         if model.rope_scaling:
             config["rope_scaling"] = dict(model.rope_scaling)
@@ -250,15 +250,17 @@ def _check_whole(fields: Fields, config: Config) -> None:
         )
 
 
-def rotary_parameters(config: Config, base: float, absent: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+def rotary_parameters(
+    config: Config, base: float, absent: Mapping[str, Any] | None = None, *, percent: float = 1.0
+) -> Mapping[str, Any]:
     """The parameters of rotary embeddings in config.json, under either of its keys. Raises DamagedCheckpoint if both
-    keys are there and differ. `base` is the class's default for the rotary base, `absent` its default for absent
-    parameters; `{}` is not absent, and scales nothing."""
+    keys are there and differ. `base` is the class's default for the rotary base, `percent` for the share of a head that
+    turns, `absent` for absent parameters; `{}` is not absent, and scales nothing."""
     both = [said for key in ("rope_parameters", "rope_scaling") if (said := section(config, key))]
 
     def fields(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
         in_kinds = bool(_LAYERS & parameters.keys())
-        return parameters if in_kinds else read_rope(config, parameters, base, 1.0)
+        return parameters if in_kinds else read_rope(config, parameters, base, percent)
 
     if len(both) == 2 and fields(both[0]) != fields(both[1]):
         what = f"`rope_parameters` {shown(both[0])} and `rope_scaling` {shown(both[1])} are not the same"

@@ -184,3 +184,13 @@ def test_a_config_that_its_class_has_saved_with_both_keys_is_read() -> None:
     told = AutoConfig.for_model(**pico.settings("cohere2-moe") | {"rope_scaling": LINEAR}).to_dict()
     assert told["rope_scaling"] == LINEAR and told["rope_parameters"]["rope_type"] == "default"
     assert from_hf_config(told).rope_scaling is None
+
+
+@pytest.mark.parametrize("family", ["glm4", "stablelm", "gpt-neox"])
+def test_of_both_keys_one_may_leave_out_a_share_that_is_the_familys(family: str) -> None:
+    share = pico.shape(family).rotary_percent
+    assert share != 1
+    one = pico.config(family, rope_parameters=LINEAR | {"rope_theta": 1e4, "partial_rotary_factor": share})
+    assert from_hf_config(one | {"rope_scaling": LINEAR}) == from_hf_config(one)
+    with pytest.raises(DamagedCheckpoint, match="are not the same"):
+        from_hf_config(one | {"rope_scaling": LINEAR | {"partial_rotary_factor": 0.75}})

@@ -51,7 +51,7 @@ def test_routing_is_said_as_the_published_models_say_it(tmp_path: Path, family: 
     assert added or (family, target) == ("deepseek-v2-groups", "vllm")
 
 
-@pytest.mark.parametrize("family", ["llama-3", "phi3-long", "deepseek-v3", "gemma3", "yi"])
+@pytest.mark.parametrize("family", ["llama-3", "phi3-long", "deepseek-v3", "gemma3", "yi", "glm4"])
 def test_rotary_keys_of_transformers_4_say_what_those_of_5_do(tmp_path: Path, family: str) -> None:
     """TensorRT-LLM 1.2 has transformers 4.57, which knows no `rope_parameters`."""
     pico.save(tmp_path / "hf", family, dtype=torch.bfloat16, **(SIZES if family == "deepseek-v3" else {}))

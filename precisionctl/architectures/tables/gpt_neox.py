@@ -26,7 +26,7 @@ def _read_rope(config: keys.Config) -> keys.Fields:
     """transformers 4 has `rotary_emb_base` and `rotary_pct`, and no other word counts beside parameters."""
     older = {"rope_theta": config.get("rotary_emb_base"), "partial_rotary_factor": config.get("rotary_pct")}
     beside = {key: value for key, value in {**config, **older}.items() if value is not None}
-    fields = read_rope(beside, rotary_parameters(beside, 10000.0), 10000.0, 0.25)
+    fields = read_rope(beside, rotary_parameters(beside, 10000.0, percent=0.25), 10000.0, 0.25)
     taken = {"rope_theta": fields["rotary_base"], "partial_rotary_factor": fields["rotary_percent"]}
     keys.check_passed_over(config, taken)
     return fields
