@@ -335,6 +335,15 @@ TEXT_MODELS: Mapping[str, TextModel] = {
         "qwen3", _sizes(151936, 4096, 22016, 32, 32, 32, 128000) | {"head_dim": 128, "rope_theta": 5e6}
     ),
     "exaone4_5_text": TextModel("exaone4"),
+    "deepseek_ocr2_text": TextModel(
+        "deepseek",
+        {
+            key: size
+            for key, size in _sizes(102400, 4096, 11008, 32, 32, 32, 2048).items()
+            if key != "num_key_value_heads"  # absent, as many as there are heads
+        }
+        | {"n_routed_experts": 64},
+    ),
     "paddleocr_vl_text": TextModel(
         "llama",
         _sizes(103424, 1024, 3072, 18, 16, 2, 131072) | {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 5e5},

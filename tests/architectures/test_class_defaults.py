@@ -49,8 +49,8 @@ NOT_WHOLE = {
     *("deepseek", "deepseek-v2", "deepseek-v2-groups", "dots1", "kimi-k3", "lfm2-moe", "minimax-m3", "nemotron-nas"),
     "qwen4",
 }
-"""Families whose class by itself makes no model: it has null for some size, for the kinds of layers or for their rotary embeddings, and MiniMax M3's
-two words for how many channels turn contradict each other."""
+"""Families whose class by itself makes no model: it has null for some size, for the kinds of layers or for their rotary
+embeddings, and MiniMax M3's two words for how many channels turn contradict each other."""
 
 BRIEFLY = pico.first_of_each(keys)[:30]
 LATER = [family for family in pico.FAMILIES if family not in BRIEFLY]

@@ -33,6 +33,7 @@ CORE: dict[str, dict[str, Any]] = {
 CORE_FIRST = ("dots1", "deepseek-v3", "ernie4-5", "smollm3", "qwen3-next")
 CORE_LATER = (
     *("qwen2-window", "qwen3-moe-scores-of-all", "deepseek-v2", "qwen2-moe", "smollm3-window", "seed-oss", "ministral"),
+    "deepseek",
     *("starcoder2", "arcee", "glm4-moe-lite", "internlm3", "stablelm", "glm4-moe", "gpt-oss", "qwen3-5-moe"),
     *("solar-open", "youtu", "hy-v3", "exaone-moe", "glm", "jais2", "iquestcoder", "cwm", "helium"),
     *("minicpm3-plain", "gpt-bigcode", "gpt-bigcode-by-head", "flint", "opt-without-biases"),

@@ -1090,7 +1090,7 @@ ONE_GROUP = {
 BY_HAND = ("kimi-k3", "ling-2", "nemotron-nas")
 """Families of which transformers has no class: tests have one, made of public sources."""
 
-ALSO = {"deepseek_ocr2_text": "deepseek", "kimi_k2": "deepseek_v3", "mimo": "qwen2", "bailing_moe": "bailing_moe_v2"}
+ALSO = {"kimi_k2": "deepseek_v3", "mimo": "qwen2", "bailing_moe": "bailing_moe_v2"}
 """Names of families whose class has another one; transformers does not know these."""
 
 

@@ -20,7 +20,7 @@ def _read_heads(config: keys.Config) -> keys.Fields:
 
 
 ARCHITECTURE = Architecture(
-    model_types=dict.fromkeys(("deepseek", "deepseek_ocr2_text"), "DeepseekForCausalLM"),
+    model_types={"deepseek": "DeepseekForCausalLM"},
     behind={"gate": "experts"},
     rows=deepseek_rows.decoder((*llama.ATTENTION_NORM, *llama.ATTENTION)),
     config=(

@@ -187,7 +187,7 @@ WRAPPERS = (
 )
 """Models of more than text whose text model is held against these. Their classes call init_vllm_registered_model
 (models/utils.py) with its config, or make its class themselves (mllama4.py, qwen3_5.py,
-cohere_compass.py); others, as GOT-OCR 2, vLLM computes by transformers' own class, or refuses as Aya Vision."""
+cohere_compass.py); others, as GOT-OCR 2, vLLM computes by transformers' own class, or refuses, as Aya Vision."""
 
 REFUSED_HEADS = {
     "gemma2": EngineRule(

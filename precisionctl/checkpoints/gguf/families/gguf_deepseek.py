@@ -247,9 +247,10 @@ FAMILIES: Mapping[str, GgufFamily] = {
     "deepseek": GgufFamily(
         "deepseek",
         rows=[*rows.DECODER_IN_PAIRS, *rows.MLP, *rows.ROUTER, *rows.EXPERTS, *rows.SHARED_EXPERTS],
-        keys=base_keys(*expert_keys.EXPERT_COUNTS, head_size=keys.UNUSUAL_HEAD_SIZE),
+        keys=base_keys(*expert_keys.EXPERT_COUNTS),
         more=(
             rope_keys.TURNED,
+            rope_keys.SAYS_UNSCALED,
             expert_keys.LEADING_DENSE,
             keys.VOCABULARY,
             expert_keys.EXPERT_SIZE,
@@ -257,7 +258,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
             expert_keys.SHARED_COUNT,
         ),
         computed={"moe.pre_softmax": True},
-        down_last=True,
+        scalings=rope_keys.UNSCALED_ALONE,
     ),
     "deepseek_v2": replace(
         deepseek2("softmax", group_scores=1, **{"moe.pre_softmax": True}),
