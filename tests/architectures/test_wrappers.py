@@ -515,6 +515,7 @@ def test_what_a_text_config_leaves_out_is_what_its_class_takes(kind: str) -> Non
     model_type = WRAPPERS[kind]["model_type"]
     said: dict[str, Any] = {
         "qwen3_vl_moe": {"num_experts": 60},
+        "deepseek_ocr2": {"num_experts_per_tok": 6, "mlp_layer_types": ["sparse"] * 32},  # null makes no model
         "minimax_m3_vl": {"partial_rotary_factor": 0.5},  # its class has a rotary_dim of 64, and turns the whole head
     }.get(kind, {})
     text = {"model_type": model_type} | said
