@@ -81,13 +81,29 @@ def _directories(path: Path) -> list[Path]:
     return [one for one in path.iterdir() if one.is_dir()] if path.is_dir() else []
 
 
-_MODELS = ("actor", "model", "modeling", "huggingface", "hf", "policy", "final", "weights", "checkpoint", "checkpoints")
+_MODELS = (
+    *("actor", "_actor", "policy", "trainer", "model", "modeling", "huggingface", "hf", "final", "weights"),
+    *("recover_checkpoint", "checkpoint", "checkpoints"),
+)
 
 
 def _model_inside(path: Path) -> str | None:
-    """A directory with the name of a model's, and more in it than a config and a tokenizer."""
+    return next(iter(_models_inside(path)), None)
+
+
+def _models_inside(path: Path) -> list[str]:
+    """The directories with the name of a model's, and more in them than a config and a tokenizer."""
     inside = {one.name for one in _directories(path) if _directories(one) or any(map(_is_weights, one.iterdir()))}
-    return next((name for name in _MODELS if name in inside), None)
+    return [name for name in _MODELS if name in inside]
+
+
+def only_inside(path: Path) -> Path | None:
+    """The one directory in a folder that can be meant by it: of several steps none, nor of several models."""
+    if is_unfinished(path) or not path.is_dir() or _has("*.safetensors", "*.bin")(path):
+        return None
+    steps = [one.name for one in _directories(path) if _STEP.fullmatch(one.name)]
+    found = [*steps, *_models_inside(path)]
+    return path / found[0] if len(found) == 1 else None
 
 
 def _is_weights(path: Path) -> bool:
@@ -122,6 +138,14 @@ def _of_a_family(reader: Reader) -> bool:
     if reader.layout != "hf" or not says_its_model(reader):
         return False
     return not isinstance(reader.model, UntabledModel) and reader.model.wrapper is None
+
+
+_LORA_APART = "lora_adapter"
+"""Where verl, EasyR1 and SkyRL save LoRA beside their shards."""
+
+
+def _with_adapters(reader: Reader) -> str | None:
+    return _first(reader.specs, lambda name: ".base_layer." in name or ".lora_A." in name)
 
 
 def _saved_by_numpy(reader: Reader) -> str | None:
@@ -183,10 +207,16 @@ TENSORS = (
         _saved_by_numpy,
     ),
     Foreign(
+        "a model with PEFT's adapters in it, which are also apart",
+        "a tensor such as `….q_proj.base_layer.weight` or `….lora_A.default.weight`, and a directory `lora_adapter`",
+        "Give {path}/{found}, with --reference BASE: the model that they are merged into.",
+        lambda reader: _LORA_APART if _with_adapters(reader) and (reader.path / _LORA_APART).is_dir() else None,
+    ),
+    Foreign(
         "a model with PEFT's adapters in it",
         "a tensor such as `….q_proj.base_layer.weight` or `….lora_A.default.weight`",
         'Merge them and save again: `model.merge_and_unload().save_pretrained("OUT")`.',
-        lambda reader: _first(reader.specs, lambda name: ".base_layer." in name or ".lora_A." in name),
+        _with_adapters,
     ),
     Foreign(
         "an adapter of Megatron-Bridge in another container than `torch_dist`",

@@ -1,5 +1,5 @@
 """verl's checkpoints of FSDP 1 and 2: the state dicts of each rank, as torch.save writes them (read off verl 0.9.1,
-utils/checkpoint/fsdp_checkpoint_manager.py).
+utils/checkpoint/fsdp_checkpoint_manager.py). EasyR1 and SkyRL have the same files.
 
 `model_world_size_W_rank_R.pt` has DTensors, of which a rank has some rows; tensors that are not cut are whole on all
 ranks. With replicas of the model (HSDP) the first ranks have one of them together.
@@ -26,17 +26,21 @@ from precisionctl.checkpoints.base import NO_HINTS, Container, Hints, without_it
 from precisionctl.checkpoints.other_trainers.flat import EndToEnd, FlatSlice, FlatTensor
 from precisionctl.checkpoints.other_trainers.numbered_optimizer import TIED, names_by_number
 from precisionctl.checkpoints.other_trainers.saved_states import SavedStates, SavedStatesReader, first_names
-from precisionctl.checkpoints.other_trainers.trainer_run import different_counts, not_adams, number, stored_group
+from precisionctl.checkpoints.other_trainers.trainer_run import (
+    different_counts,
+    not_adams,
+    number,
+    step_above,
+    stored_group,
+)
 from precisionctl.checkpoints.torch_files.dtensors import RankShard
 from precisionctl.checkpoints.torch_files.torch_zip import LocatedTensor, contiguous, skeleton
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.param import MOMENTS, TensorSpec
-from precisionctl.paths import above, own_name
 from precisionctl.sizes import counted
 from precisionctl.untrusted.safe_files import check_file
 
 _FILE = re.compile(r"(model|optim)_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
-_STEP = re.compile(r"global_step_(\d{1,18})")
 _LAYER = re.compile(r"(.+\.layers\.\d+)\..+")
 _WHAT = "not what verl writes"
 
@@ -88,9 +92,8 @@ def _read(directory: Path) -> SavedStates:
     if len(optimizers) not in (0, len(models)):
         what = f"the optimizer of {counted(len(optimizers), 'rank')}, the model of {len(models)}"
         raise DamagedCheckpoint(what, where=directory, do="Is the copy whole?")
-    step = _STEP.fullmatch(own_name(above(directory)))
     files, left = [*models, *optimizers], ("the scheduler's counts",)
-    saved = SavedStates(weights, files, int(step[1]) if step else None, left=left)
+    saved = SavedStates(weights, files, step_above(directory), left=left)
     if not optimizers:
         return saved
     # A tensor on the same bytes as an earlier one is tied to it, and a whole tensor among DTensors is a buffer
@@ -203,7 +206,8 @@ def _moments(
     # FSDP 1 saves an output layer that is tied with bytes of its own
     for names in (list(parameters), [name for name in parameters if name != TIED]):
         if len(numbers) == len(names):
-            named = names_by_number(groups, names, states[0][0])
+            by_name = set(numbers) == set(names)  # as get_state_dict has them, and EasyR1
+            named = {name: name for name in names} if by_name else names_by_number(groups, names, states[0][0])
             trained = {named[number]: found for number, found in parts.items() if found}
             return {
                 name: _joined([(path, state[kind]) for path, state in found], name, parameters[name].shape)

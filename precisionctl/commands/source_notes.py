@@ -17,6 +17,7 @@ from precisionctl.checkpoints.megatron.directory import by_arguments, contradict
 from precisionctl.checkpoints.megatron.keys import RUN_FILE
 from precisionctl.checkpoints.other_trainers.trainer_run import of_trainer
 from precisionctl.checkpoints.run_reader import of_run
+from precisionctl.checkpoints.torch_dist.reader import recognise as recognise_torch_dist
 from precisionctl.commands.source import Source
 from precisionctl.errors import CheckpointError, PrecisionctlError, shown
 from precisionctl.fp8 import sidecar
@@ -152,6 +153,8 @@ def reading_notes(reader: Reader) -> Iterator[str]:
     if isinstance(reader, HuggingFaceReader) and (step := step_directory(reader.path)):
         inside = f"give {step.name} inside" if step != reader.path else "give a folder with its files alone"
         yield f"FP32 masters and the optimizer of DeepSpeed stay behind: {inside} to take them along."
+    if isinstance(reader, HuggingFaceReader) and recognise_torch_dist(reader.path):
+        yield "A checkpoint of Megatron inside, such as ms-swift's with the optimizer, stays behind: give its iter_*."
     factor = reader.args.get(CAPACITY) if of_megatron(reader) and reader.model.moe else None
     if isinstance(factor, int | float) and factor >= 0:  # below, it is as if it were not said
         yield (

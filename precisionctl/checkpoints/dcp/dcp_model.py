@@ -6,7 +6,8 @@ says where the pieces are, or files of safetensors do. A config.json, beside the
 which model it is.
 
 NeMo Automodel (0.7) has a model's pieces in safetensors in `model/` of a step, with config.json and
-the tokenizer in `model/.hf_metadata`, and its optimizer in `optim/`.
+the tokenizer in `model/.hf_metadata`, and its optimizer in `optim/`. Other trainers, too, have each in a directory
+(`_APART`).
 """
 
 import io
@@ -23,7 +24,7 @@ from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import Chunk, ComputedTensor
 from precisionctl.checkpoints.computed_rows import SomeRows
 from precisionctl.checkpoints.dcp import automodel, olmo_core, torchtitan
-from precisionctl.checkpoints.dcp.dcp_optimizer import DcpOptimizer, split_off, with_names
+from precisionctl.checkpoints.dcp.dcp_optimizer import DcpOptimizer, split_off, under_a_key, with_names
 from precisionctl.checkpoints.dcp.saved_step import AUTOMODEL, SavedStep, saved_step
 from precisionctl.checkpoints.hf_directory import safetensors_pieces
 from precisionctl.checkpoints.hf_directory.fused_experts import stacks
@@ -37,6 +38,7 @@ from precisionctl.checkpoints.other_trainers.trainer_run import (
     adam_run,
     muon_settings,
     number,
+    step_above,
     trainer_step,
     with_parameters,
 )
@@ -59,11 +61,20 @@ ACCELERATE = "pytorch_model_fsdp_0"
 _ACCELERATE_OPTIMIZER = re.compile(r"optimizer_\d+")
 """Where it has optimizers: `optimizer_0`, and others if a program has several."""
 
-_AUTOMODEL_OPTIMIZER = "optim"
-"""Where it has the optimizer."""
 
 _AUTOMODEL_COMPANIONS = ".hf_metadata"
 """Where it has config.json and the tokenizer, in the directory of the model."""
+
+_APART = {
+    AUTOMODEL: ("optim", "optimizer"),
+    "weights": ("optimizer",),
+    f"weights/{AUTOMODEL}": ("optimizer/optim",),
+}
+"""Where trainers have the model in the directory of a step, and where its optimizer: Automodel (`model`, `optim`); the
+FSDP of miles and of LLaMA-Factory (`model`, `optimizer`); NeMo-RL in `policy`, with DTensor or with Automodel."""
+
+_COMPANIONS_APART = ("tokenizer", "hf_model")
+"""Where NeMo-RL has the tokenizer in that directory, and LLaMA-Factory the whole model."""
 
 _AUTOMODEL_UNFINISHED = ".incomplete"
 """What is in the directory of a step while it is saved, and after a save that was stopped."""
@@ -102,7 +113,7 @@ def is_dcp(directory: Path) -> bool:
 
 def directories_of(path: Path) -> tuple[Path, Sequence[Path]] | None:
     """The directory of a model in pieces, and those of its optimizers that are apart, whole or not: a path itself, or
-    what accelerate, OLMo-core and Automodel have in it. None where there is none."""
+    what accelerate, OLMo-core and others have in it. None where there is none."""
     if is_dcp(path):
         return path, ()
     if (path / olmo_core.DIRECTORY / dcp_metadata.FILE).is_file():
@@ -110,8 +121,9 @@ def directories_of(path: Path) -> tuple[Path, Sequence[Path]] | None:
     if is_dcp(path / ACCELERATE):
         named = (one for one in path.iterdir() if _ACCELERATE_OPTIMIZER.fullmatch(one.name))
         return path / ACCELERATE, sorted(one for one in named if one.is_dir())
-    apart = path / _AUTOMODEL_OPTIMIZER
-    return (path / AUTOMODEL, [apart]) if apart.is_dir() and is_dcp(path / AUTOMODEL) else None
+    pairs = ((path / model, path / one) for model, optimizers in _APART.items() for one in optimizers)
+    there = ((model, apart) for model, apart in pairs if apart.is_dir() and is_dcp(model))
+    return next(((model, [apart]) for model, apart in there), None)
 
 
 def _of_optimizers(apart: Sequence[Path], path: Path) -> tuple[dcp_metadata.Index | None, str]:
@@ -147,8 +159,9 @@ class DcpModelReader(TrainerDirectory):
         hints: Hints,
         apart: Sequence[Path] = (),
     ) -> None:
-        self._directory, beside = directory, directory / _AUTOMODEL_COMPANIONS
-        super().__init__(path, hints, "a PyTorch checkpoint (DCP)", directory, beside)
+        beside = (directory, directory / _AUTOMODEL_COMPANIONS, *(path / name for name in _COMPANIONS_APART))
+        super().__init__(path, hints, "a PyTorch checkpoint (DCP)", *beside)
+        self._directory = directory
         if own_name(directory) == AUTOMODEL and (above(directory) / _AUTOMODEL_UNFINISHED).exists():
             what = f"a save of NeMo Automodel that goes on, or was stopped ({_AUTOMODEL_UNFINISHED})"
             raise DamagedCheckpoint(what, where=above(directory), do="Give an earlier step.")
@@ -186,7 +199,7 @@ class DcpModelReader(TrainerDirectory):
         """Weights, as kind "", and moments by kind, under the names that parameters have in the model."""
         stored, self._optimizer = split_off(index, self.path)
         if index_of_optimizer:
-            beside, found = split_off(index_of_optimizer, self.path)
+            beside, found = split_off(under_a_key(index_of_optimizer), self.path)
             self._optimizer = replace(found, others=(*found.others, *beside))
             if beside and not (found.unread or found.numbered or any(found.moments.values())):
                 unread = f"{apart[0].name}/ has `{min(beside)}` and its like, which are under no key of an optimizer"
@@ -314,14 +327,16 @@ class DcpModelReader(TrainerDirectory):
 
     @cached_property
     def iteration(self) -> int | None:
-        """The step that the trainer names, else Adam's count; None for weights alone. Raises DamagedCheckpoint for a
-        step that is no number."""
+        """The step that the trainer has saved, else that of the folder's name, else Adam's count; None for weights
+        alone. Raises DamagedCheckpoint for a step that is no number."""
         if (step := trainer_step(self.path)) is not None:
             return step
         if self._step and self.names_of == TORCHTITAN:
             return number(torch_zip.skeleton_at(self._step), self._step.path)
         if self._saved_step.step is not None:
             return self._saved_step.step
+        if (step := step_above(self._directory)) is not None:
+            return step
         with suppress(CheckpointError):  # there is no optimizer, or one that can only be dropped
             return self._optimizer.updates  # not `trainer_run`: each setting would take a read
         return None

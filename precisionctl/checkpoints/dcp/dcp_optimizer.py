@@ -139,6 +139,15 @@ def split_off(index: Index, where: Path) -> tuple[dict[str, DcpTensor], DcpOptim
     return weights, replace(found, unread=_unread(found))
 
 
+def under_a_key(index: Index) -> Index:
+    """What is in the directory of an optimizer, as if it were beside a model's tensors: LLaMA-Factory saves its state
+    there without a key above it."""
+    if not all(key.startswith(("state.", "param_groups.")) for key in (*index.tensors, *index.objects)):
+        return index
+    tensors = {f"optimizer.{key}": one for key, one in index.tensors.items()}
+    return replace(index, tensors=tensors, objects={f"optimizer.{key}": one for key, one in index.objects.items()})
+
+
 def _unread(found: DcpOptimizer) -> str:
     """In words, why an optimizer cannot be read, whatever the model is; empty if that is not so."""
     kinds = {key: match[2] for key in found.others if (match := _OTHER_STATE.fullmatch(key))}

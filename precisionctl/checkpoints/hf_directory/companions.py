@@ -129,6 +129,13 @@ def is_tokenizer(name: str) -> bool:
     return kind_of(name) is TOKENIZER and name not in ("special_tokens_map.json", "added_tokens.json")
 
 
+def with_tokenizer(own: Companions, apart: Companions) -> Companions:
+    """A checkpoint's companions with those of a tokenizer that it has in another directory."""
+    files = {name: content for name, content in apart.files.items() if name != "config.json"} | {**own.files}
+    code = tuple(sorted({*own.code, *apart.code}))
+    return replace(own, files=files, code=code, notes=own.notes + apart.notes)
+
+
 def needed_hints(hints: Hints, own: Companions) -> Hints:
     """What a checkpoint with its `own` companions takes from a reference. Without a config.json: everything, but not
     the tokenizer if it has one. With a config.json and no tokenizer: the files that it lacks, and no towers. With both:

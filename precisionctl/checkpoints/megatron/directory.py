@@ -19,7 +19,12 @@ from precisionctl.architectures.wrapped_architecture import beside_towers
 from precisionctl.architectures.wrappers import TOWERS
 from precisionctl.checkpoints.base import WITH_REFERENCE, Companions, Hints, Reader
 from precisionctl.checkpoints.chunks import Chunk, Chunked
-from precisionctl.checkpoints.hf_directory.companions import is_tokenizer, needed_hints, read_companions
+from precisionctl.checkpoints.hf_directory.companions import (
+    is_tokenizer,
+    needed_hints,
+    read_companions,
+    with_tokenizer,
+)
 from precisionctl.checkpoints.megatron.fp8_state import ExpertPayloads, as_states, decode_payloads
 from precisionctl.checkpoints.megatron.keys import AHEAD, BRIDGE_TOKENIZER, COMPANIONS, OURS, VERL, VERL_COMPANIONS
 from precisionctl.checkpoints.megatron.payloads import SavedPayload
@@ -38,12 +43,15 @@ from precisionctl.untrusted.safe_json import parse_json
 
 
 def companions_of(directory: Path) -> Companions:
-    """The Hugging Face files (config, tokenizer) that are kept in an iteration's directory, that verl keeps beside it,
-    or, of a tokenizer, that Megatron-Bridge keeps in it."""
-    check_link(directory / COMPANIONS, directory)
+    """The Hugging Face files (config, tokenizer) that are kept in an iteration's directory, that verl keeps beside it
+    and SkyRL in it, or, of a tokenizer, that Megatron-Bridge keeps in it."""
+    places = [directory / COMPANIONS, directory / VERL_COMPANIONS]
+    for place in places:
+        check_link(place, directory)
     beside = above(directory) / VERL_COMPANIONS
-    verls = own_name(directory) == VERL and not (directory / COMPANIONS).is_dir() and not beside.is_symlink()
-    own = read_companions(beside if verls else directory / COMPANIONS)
+    if own_name(directory) == VERL and not beside.is_symlink():
+        places.append(beside)
+    own = read_companions(next((place for place in places if place.is_dir()), directory / COMPANIONS))
     if any(map(is_tokenizer, own.files)):
         return own
     check_link(directory / BRIDGE_TOKENIZER, directory)
@@ -51,9 +59,7 @@ def companions_of(directory: Path) -> Companions:
     # Others than transformers' are Megatron's vocabularies, one of which has the name tokenizer.json for another file
     if "tokenizer_config.json" not in bridges.files:
         return own
-    files = {name: content for name, content in bridges.files.items() if name != "config.json"} | {**own.files}
-    code = tuple(sorted({*own.code, *bridges.code}))
-    return dataclasses.replace(own, files=files, code=code, notes=own.notes + bridges.notes)
+    return with_tokenizer(own, bridges)
 
 
 def config_of(companions: Companions) -> Mapping[str, Any]:
@@ -87,7 +93,7 @@ def model_of(
     if model.wrapper:
         towers = [name.removeprefix(TOWERS) for name in specs if name.startswith(TOWERS)]
         model = beside_towers(model, config, towers, has_head=OUTPUT in specs)
-    if not args:
+    if not _describe_model(args):
         return model
     by_args = by_arguments(as_config_says(args, model) if trust_reference else args, model, directory)
     model = dataclasses.replace(model, **{field: getattr(by_args, field) for field in MEGATRON_ONLY})
@@ -98,6 +104,11 @@ def model_of(
             do = "--trust-reference cannot take back what no argument switches off. Give the run's own config.json."
         raise DamagedCheckpoint(f"it contradicts the arguments of Megatron: {found}", where=path, do=do)
     return model
+
+
+def _describe_model(args: Mapping[str, Any]) -> bool:
+    """Whether arguments are of a model, too. Those of ms-swift 4 are of training alone, as other programs have none."""
+    return "num_layers" in args
 
 
 def by_arguments(args: Mapping[str, Any], model: ModelShape, where: object) -> ModelShape:
@@ -190,8 +201,13 @@ class MegatronReader(ABC):
 
     @cached_property
     def own_companions(self) -> Companions:
-        """The files that travel with the checkpoint itself."""
-        return companions_of(self.path)
+        """The files that travel with the checkpoint itself. ms-swift has them beside an iteration, with the weights in
+        safetensors, and no model in its arguments."""
+        own = companions_of(self.path)
+        if _describe_model(self.args) or "config.json" in own.files or not self.args:
+            return own
+        beside = read_companions(above(self.path))
+        return dataclasses.replace(beside, notes=()) if "config.json" in beside.files else own
 
     @property
     def companions(self) -> Companions:
@@ -210,7 +226,7 @@ class MegatronReader(ABC):
     @cached_property
     def model(self) -> ModelShape:
         """The model. Raises CheckpointError if the checkpoint does not describe it; otherwise as `model_of`."""
-        if not self.args and "config.json" not in self.companions.files:
+        if not _describe_model(self.args) and "config.json" not in self.companions.files:
             raise CheckpointError(
                 "it does not say which model it is: neither Megatron's arguments nor a config.json were saved with it",
                 where=self.path,

@@ -9,7 +9,12 @@ from typing import TypeVar
 
 from precisionctl.architectures.families import read_model
 from precisionctl.checkpoints.base import WITH_REFERENCE, Companions, Hints, Reader
-from precisionctl.checkpoints.hf_directory.companions import needed_hints, read_companions
+from precisionctl.checkpoints.hf_directory.companions import (
+    is_tokenizer,
+    needed_hints,
+    read_companions,
+    with_tokenizer,
+)
 from precisionctl.codes.encoding import Encoding
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.fp8 import sidecar
@@ -49,7 +54,9 @@ class TrainerDirectory:
                     files = {name: file for name, file in found.files.items() if name != "config.json"}
                     found = replace(found, files=files)
             places.append(found)
-        return next((one for one in places if "config.json" in one.files), places[0])
+        own = next((one for one in places if "config.json" in one.files), places[0])
+        apart = next((one for one in places if any(map(is_tokenizer, one.files))), own)
+        return own if any(map(is_tokenizer, own.files)) else with_tokenizer(own, apart)
 
     @property
     def companions(self) -> Companions:

@@ -27,6 +27,7 @@ from precisionctl.checkpoints.megatron.keys import (
     EXTRA_STATE,
     MARKER,
     VERL,
+    directory_name,
     find_iteration,
     has_marker,
     iteration_of,
@@ -49,6 +50,7 @@ from precisionctl.checkpoints.megatron.provider import (
     described_towers,
 )
 from precisionctl.checkpoints.megatron.towers import with_towers
+from precisionctl.checkpoints.other_trainers.trainer_run import step_above
 from precisionctl.checkpoints.torch_dist.buckets import is_bucket, unpack_buckets
 from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip
 from precisionctl.checkpoints.torch_files.dcp_tensors import LogicalTensor, LogicalTensors
@@ -60,9 +62,18 @@ from precisionctl.sizes import counted
 from precisionctl.untrusted.safe_files import check_link, has_file, leads_out, read_file
 from precisionctl.untrusted.safe_json import parse_json
 
-INNER = ("weights", VERL, f"model/{VERL}")
-"""Subdirectories that hold the checkpoint: NeMo 2's `weights`, beside the `context` that describes it, and verl's, at
-the top or in its `actor/model`, with the optimizer in `actor/optimizer`."""
+_ROLLS_OPTIMIZER = "dist_optimizer"
+
+INNER = {
+    "weights": "",
+    VERL: "",
+    f"model/{VERL}": f"optimizer/{VERL}",
+    "dist_model": _ROLLS_OPTIMIZER,
+    "policy": "",
+}
+"""Subdirectories that hold the checkpoint, and those of their optimizers that are apart: NeMo 2's `weights`, beside the
+`context` that describes it; verl's, at the top or in its `actor/model`; ROLL's in an iteration; SkyRL's in a step,
+beside a `critic`."""
 
 _COMMON_KEYS = ("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far")
 
@@ -70,7 +81,7 @@ _COMMON_KEYS = ("args", "checkpoint_version", "iteration", "num_floating_point_o
 def recognise(path: Path) -> bool:
     """Whether `path` is the directory of an iteration, or one of its entries is."""
     markers = (path / MARKER, *path.glob(f"*/{MARKER}"), *(path / name / MARKER for name in INNER))
-    return any(_is_torch_dist(marker, path) for marker in markers)
+    return any(_is_torch_dist(marker, path) for marker in markers if marker.parent.name != _ROLLS_OPTIMIZER)
 
 
 def _is_torch_dist(marker: Path, path: Path) -> bool:
@@ -214,7 +225,10 @@ class TorchDistReader(MegatronReader):
     @cached_property
     def common(self) -> Mapping[str, Any]:
         if has_file(self.path / COMMON, self.path):
-            of_run = _read_common(self._optimizer_beside) if self._optimizer_beside else {}
+            beside = self._optimizer_beside
+            of_run = _read_common(beside) if beside else {}
+            if beside and beside.name == _ROLLS_OPTIMIZER:  # of the optimizer alone
+                of_run = {"optimizer": of_run}
             return {**of_run, **_read_common(self.path)}
         if COMMON_OBJECT in self._index.objects:
             value = self.read_object(COMMON_OBJECT)
@@ -256,7 +270,9 @@ class TorchDistReader(MegatronReader):
 
     @property
     def iteration(self) -> int | None:
-        return iteration_of(self.path, self.common)
+        """Where its own is none, or 0 as of all of NeMo-RL's, that of the folder which it is in."""
+        own = iteration_of(self.path, self.common)
+        return own or (None if self.path.name == directory_name(None) else step_above(self.path)) or own
 
     @property
     def expert_ranks(self) -> int | None:
@@ -311,12 +327,12 @@ def _find(
 ) -> tuple[Path, Path | None, dcp_metadata.Index]:
     """The directory of the iteration that is wanted, that of the optimizer, where verl has it beside the model, and
     what both hold."""
-    inner = [path / name for name in INNER if iteration is None and complete(path / name)]
-    top = inner[0] if inner else path
+    inner = [name for name in INNER if iteration is None and complete(path / name)]
+    top = path / inner[0] if inner else path
     check_link(top, path)
     found = find_iteration(top, iteration, complete)
-    beside = path / "optimizer" / VERL
-    if found != path / "model" / VERL or not complete(beside):
+    beside = path / INNER[inner[0]] if inner else path
+    if beside == path or not complete(beside):
         return found, None, dcp_metadata.read_index(found)
     check_link(beside, path)
     index, of_run = dcp_metadata.read_index(found), dcp_metadata.read_index(beside)
