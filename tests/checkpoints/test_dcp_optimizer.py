@@ -355,13 +355,12 @@ def test_an_optimizer_of_accelerates_that_was_not_saved_whole_is_refused(tmp_pat
 
 
 def test_an_optimizer_beside_the_model_under_other_keys_is_refused_and_can_be_dropped(tmp_path: Path) -> None:
-    """As a program saves that gives its optimizer's state alone, without a key."""
     model, optimizer = trained("llama-3")
     whole, step = states(model, optimizer), tmp_path / "checkpoint-7"
     save(step / "pytorch_model_fsdp_0", {"model": whole["model"]})
-    save(step / "optimizer_0", whole["optimizer"])
+    save(step / "optimizer_0", {"adamw": whole["optimizer"]})
     config_of(model, step)
-    with pytest.raises(CheckpointError, match=r"optimizer_0/ .*`state\.lm_head\.weight\.exp_avg`.*--drop-optimizer"):
+    with pytest.raises(CheckpointError, match=r"optimizer_0/ .*`adamw\.state\.lm_head\.weight.exp_avg`.*--drop-opt"):
         conversions.run(step, tmp_path / "out", "megatron")
     told = conversions.run(step, tmp_path / "out", "megatron", drop_optimizer=True)
     assert any("The optimizer stays behind: optimizer_0/" in note for note in told.notes)

@@ -140,7 +140,15 @@ MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     ),
     "LitGPT": (as_litgpt, "LitGPT", "convert_from_litgpt .*here OUT"),
     "LitGPT's LoRA": (files("lit_model.pth.lora"), "LoRA of LitGPT", "merge_lora .*here"),
-    "a step of verl": (files("actor/model_world_size_1_rank_0.pt"), "a folder with a model", "here/actor"),
+    "a model in two forms": (files("actor/x.pt", "huggingface/x.bin"), "a folder with a model", "here/actor"),
+    "adapters in shards, and apart": (
+        lambda d: (
+            dcp(lambda name: name.replace("q_proj.", "q_proj.base_layer."))(d),
+            files("lora_adapter/adapter_config.json")(d),
+        ),
+        "adapters in it, which are also apart",
+        "here/lora_adapter, with --reference BASE",
+    ),
     "PaddlePaddle": (as_paddle, "linears are transposed", "save_to_hf=True"),
     "NeMo 1": (files("model.nemo"), "NeMo 1", r"here/model\.nemo"),
     "Meta's files": (files("consolidated.00.pth"), "Mistral's own files or Meta's", r"Copy params\.json"),

@@ -241,6 +241,7 @@ def test_a_step_of_automodel_has_its_optimizer_and_config_beside_the_pieces(
 
 def test_a_save_of_automodel_that_was_stopped_is_not_read(tmp_path: Path, saved: Callable[[int], Path]) -> None:
     step = shutil.copytree(saved(4) / "epoch_0_step_2", tmp_path / "epoch_0_step_2")
+    (tmp_path / "epoch_0_step_1").mkdir()
     with pytest.raises(UnknownFormat, match="Give one of them, the newest for instance: .*/epoch_0_step_2"):
         open_checkpoint(tmp_path)
     (step / ".incomplete").touch()

@@ -145,7 +145,8 @@ def under_a_key(index: Index) -> Index:
     if not all(key.startswith(("state.", "param_groups.")) for key in (*index.tensors, *index.objects)):
         return index
     tensors = {f"optimizer.{key}": one for key, one in index.tensors.items()}
-    return replace(index, tensors=tensors, objects={f"optimizer.{key}": one for key, one in index.objects.items()})
+    objects = {f"optimizer.{key}": one for key, one in index.objects.items()}
+    return replace(index, tensors=tensors, objects=objects)
 
 
 def _unread(found: DcpOptimizer) -> str:

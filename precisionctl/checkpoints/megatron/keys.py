@@ -37,7 +37,7 @@ RUN_FILE = Path("precisionctl/run.json")
 """What a run of `resume` says of itself in each of its checkpoints."""
 
 VERL, VERL_COMPANIONS = "dist_ckpt", "huggingface"
-"""Directories of verl's checkpoint, which has no arguments, and of the config and tokenizer beside it. SkyRL has those
+"""Directories of verl's checkpoint, which has no arguments, and of the config and tokenizer beside it; SkyRL has those
 in it."""
 
 OURS = "precisionctl"

@@ -71,7 +71,7 @@ INNER = {
     "dist_model": _ROLLS_OPTIMIZER,
     "policy": "",
 }
-"""Subdirectories that hold the checkpoint, and those of their optimizers that are apart: NeMo 2's `weights`, beside the
+"""Subdirectories that hold the checkpoint, and those of optimizers that are apart: NeMo 2's `weights`, beside the
 `context` that describes it; verl's, at the top or in its `actor/model`; ROLL's in an iteration; SkyRL's in a step,
 beside a `critic`."""
 
