@@ -8,6 +8,7 @@ as Megatron's hybrid layers are one block each, `{hf_layer}` is its number there
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -274,7 +275,7 @@ class Either:
                 read = other
 
         not_as_stored = self.for_engines, self.other if self.only_read else ()
-        of_codes = next((each for each in not_as_stored if _any_stored(each, named_as_codes, model, self.first)), None)
+        of_codes = next((each for each in not_as_stored if _any_named(each, named_as_codes, self.first)), None)
         if of_codes:
             written = of_codes
         elif naming == "as stored" and not self.only_read and read is not self.for_engines:
@@ -367,6 +368,20 @@ class Architecture:
 def _key(row: Row) -> tuple[str, Layers]:
     """What tells which row of another spelling is the same one."""
     return row.megatron, row.layers
+
+
+def _any_named(rows: tuple[Row, ...], tensors: Collection[str], others: tuple[Row, ...]) -> bool:
+    """Whether one of these tensors, of any layer and expert, has a name that these rows have, and the others have
+    not."""
+    if not (rows and tensors):
+        return False
+    own = {template for row in rows for template in row.hf} - {template for row in others for template in row.hf}
+    pattern = re.compile("|".join(_NUMBER.sub(r"\\d+", re.escape(template)) for template in sorted(own)))
+    return bool(own) and any(map(pattern.fullmatch, tensors))
+
+
+_NUMBER = re.compile(r"\\\{\w+\\\}")
+"""A placeholder of a template, escaped."""
 
 
 def _any_stored(rows: tuple[Row, ...], stored: Container[str], model: ModelShape, others: tuple[Row, ...] = ()) -> bool:

@@ -25,6 +25,7 @@ from precisionctl.conversion.known_state import KnownState, known_state
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.dtypes import DType
 from precisionctl.engines.base import Engine, engine_named
+from precisionctl.engines.rules.ignore_lists import words
 from precisionctl.errors import CheckpointError, PrecisionError, RecipeError
 from precisionctl.export.gguf.gguf_plan import hf_names
 from precisionctl.export.input_scales import state_of_input_scales
@@ -36,7 +37,7 @@ from precisionctl.planning.gemm_selection import choose
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
 from precisionctl.precision import Precision
-from precisionctl.quant_methods.base import SCHEMES, quant_methods
+from precisionctl.quant_methods.base import KEYS_OF_VALUES, SCHEMES, quant_methods
 from precisionctl.untrusted.safe_json import parse_json
 
 _DECODED = (LLAMA_CPP, MLX)
@@ -149,7 +150,7 @@ def open_source(request: Request) -> Source:
         optimizer=run_reader is not None,
         masters=masters is not None,
         naming=_naming(request, reader, engine),
-        named_as_codes=_named_as_codes(request, reader, encodings),
+        named_as_codes=_named_as_codes(request, reader, encodings, engine),
     )
     if storage.container == TORCHTITAN:
         plan = with_torchtitan_names(plan)
@@ -206,14 +207,22 @@ def _encodings_of_reference(reference: Path) -> WeightEncodings | None:
     return stored_weight_encodings(open_checkpoint(reference))
 
 
-def _named_as_codes(request: Request, reader: Reader, encodings: WeightEncodings | None) -> Collection[str]:
+def _named_as_codes(
+    request: Request, reader: Reader, encodings: WeightEncodings | None, engine: Engine | None
+) -> Collection[str]:
     """The weights that are to have the names that they have as codes, where values have others: gpt-oss's experts are
-    `[in, out]` as values and `[out, in]` as codes, as in GGUF, whose table has those names, in MLX and torchtitan."""
+    `[in, out]` as values and `[out, in]` as codes, as in GGUF, whose table has those names, in MLX and torchtitan. Of
+    a result with its former codes also those that were left as values beside them, as its list of these names them."""
     if request.kind == LLAMA_CPP:
         return hf_names(reader.model)
     if request.kind == MLX or request.storage.container == TORCHTITAN:
         return names_as_codes(reader.model)
-    return encodings.weights if encodings and request.kind != "values" else ()
+    if encodings is None or request.kind == "values":
+        return ()
+    if request.kind != "codes" or engine:
+        return encodings.weights
+    listed = (module for key in KEYS_OF_VALUES for module in words(encodings.quantization.get(key)))
+    return {*encodings.weights, *(f"{module}.weight" for module in listed)}
 
 
 def _run_reader(request: Request, reader: Reader) -> RunReader | None:

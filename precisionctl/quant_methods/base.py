@@ -36,6 +36,9 @@ _PARTS = {TENSOR: "tensor", CHANNEL: "channel"}
 SQUARE = (128, 128)
 """DeepSeek's blocks, the only ones that every engine here has kernels for."""
 
+KEYS_OF_VALUES = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers")
+"""Keys of a `quantization_config` with lists of modules that are not codes."""
+
 POWERS_OF_2: Mapping[str, str] = {"scale_fmt": "ue8m0"}
 """The keys by which `quant_method: fp8` says that its blocks' scales are powers of two, and that inputs' scales must
 be."""

@@ -13,19 +13,17 @@ from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.same_model import differences
 from precisionctl.model.text_config import text_path
 from precisionctl.model.untabled_model import UntabledModel
+from precisionctl.quant_methods.base import KEYS_OF_VALUES
 from precisionctl.sizes import listed
 from precisionctl.untrusted.safe_json import parse_json
 from precisionctl.verify.not_compared import CONFIG_KEYS, QUANTIZER_KEYS, NotCompared, of_keys
 
 _TOPIC = {key: topic for topic, keys in CONFIG_KEYS.items() for key in keys}
-_IGNORED = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers")
-"""Keys of a `quantization_config` with lists of modules that are not codes."""
-
 _FOLLOWS = ("tie_word_embeddings", "qk_head_dim")
 """Keys that say again what tensors show: whether a head is tied, and the sum of two sizes, which transformers' classes
 compute whatever is said."""
 
-_MODULES = (*_IGNORED, "targets")
+_MODULES = (*KEYS_OF_VALUES, "targets")
 """Keys with lists of modules, whose order says nothing."""
 
 ABSENT = object()
@@ -84,7 +82,7 @@ def compare_quantization(
         if any(key in QUANTIZER_KEYS for key in path)
         or (methods[0] == "compressed-tensors" and all(value in (None, ABSENT) for value in (left, right)))
     ]
-    lists = [path for path, *_ in unequal if path[-1] in _IGNORED and coded]
+    lists = [path for path, *_ in unequal if path[-1] in KEYS_OF_VALUES and coded]
     lines = [_line(f"{file} {'.'.join(path)}", *values) for path, *values in unequal if path not in (*left_out, *lists)]
     if lists and (contradicted := _ignored_otherwise(a, b, coded)):
         lines.append(f"{file}: a list of A or of B alone says that {listed(contradicted, 3)} are not codes")

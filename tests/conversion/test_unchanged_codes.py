@@ -8,12 +8,13 @@ import fp8_directories
 import pico
 import pytest
 import torch
-from conversions import run, tree
+from conversions import assert_same_tensors, carry_out, run, tree
 from safetensors.torch import load_file, save_file
 from soaking import in_soak
 
 from precisionctl.checkpoints.chunks import read_values
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.elements import E4M3
 from precisionctl.codes.encoding import Encoding
 from precisionctl.commands.plan_command import plan_command
@@ -21,12 +22,15 @@ from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.conversion.unchanged_codes import encodings_if_unchanged
 from precisionctl.dtypes import DType
+from precisionctl.engines.base import engine_named
 from precisionctl.errors import BROKEN_WEIGHTS, PrecisionError
 from precisionctl.fp8 import sidecar
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import JobCodes
 from precisionctl.planning.segments import Segment
+from precisionctl.quant_methods.base import Scheme
 from precisionctl.quant_methods.scales import Scales
+from precisionctl.verify.engine_rules import check
 
 WHOLE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -178,3 +182,26 @@ def test_a_file_of_state_counts_more_than_fixed_scales_of_codes(tmp_path: Path, 
         assert stored["model.layers.0.mlp.down_proj.input_scale"].item() == torch.tensor(7.0).div(448).item()
         other = "model.layers.1.mlp.down_proj.input_scale"
         assert stored[other].item() == pytest.approx(before[other].item(), rel=1e-6), "what the file lacks stays"
+
+
+@pytest.mark.parametrize(
+    ("target", "scheme", "left"),
+    [
+        ("vllm", "block", "*.experts*"),
+        ("vllm", "dynamic", "*.layers.0.*"),  # so that the first experts are values, and others codes
+        *in_soak(("sglang", "block", "*.experts*"), ("sglang", "mxfp8", "*.layers.1.*"), ("vllm", "dynamic", "*down*")),
+    ],
+)
+def test_experts_left_as_values_have_the_names_that_the_list_beside_the_codes_has(
+    tmp_path: Path, target: str, scheme: Scheme, left: str
+) -> None:
+    """One by one as engines read them, though the class saves a layer's in one tensor."""
+    pico.save(tmp_path / "hf", "gemma4-moe", dtype=torch.bfloat16)
+    request = Request.export(tmp_path / "hf", tmp_path / "out", target, scheme, exclude=(left,), keep_misfits=True)
+    carry_out(request)
+    run(tmp_path / "out", tmp_path / "values", "megatron", precision="bf16")
+    for source in ("out", "values"):
+        run(tmp_path / source, tmp_path / f"of {source}", "hf", precision="fp8")
+        assert_same_tensors(tmp_path / "out", tmp_path / f"of {source}")
+        again = open_checkpoint(tmp_path / f"of {source}")
+        assert not [each for each in check(again, engine_named(target)) if each.rule.fatal]
