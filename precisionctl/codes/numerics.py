@@ -57,6 +57,15 @@ def has_nan(values: Tensor) -> bool:
     return bool(values.sum().isnan()) and bool(values.isnan().any())
 
 
+def restore_signs_of_nan(rounded: Tensor, values: Tensor) -> None:
+    """Give each NaN among `rounded` the sign that it has among `values`, of the same shape. FP8 has two codes for NaN,
+    and PyTorch rounds either to a negative one in BF16."""
+    if rounded is not values:
+        nan = values.isnan()
+        signs = torch.where(values[nan].signbit(), -1.0, 1.0)
+        rounded[nan] = rounded.new_full((), torch.nan).copysign(signs.to(rounded.dtype))
+
+
 def are_finite(values: Tensor) -> bool:
     """Whether all of the values are finite; also false where their sum overflows."""
     return bool(values.sum().isfinite())  # as in `has_nan`, a sum is fastest

@@ -141,6 +141,7 @@ class Encoder:
         if not numerics.are_finite(written):
             if numerics.has_nan(values):
                 self.outcome.with_nan.add(name)
+                numerics.restore_signs_of_nan(written, values)
             too_large = written.isinf() & (values.abs() < torch.finfo(values.dtype).max)
             if self._refuses_infinity and bool(too_large.any()):
                 what = f"`{name}` holds a number that is too large for {dtype} and would become infinite"

@@ -85,6 +85,19 @@ def test_what_is_decoded_is_looked_at_and_what_is_copied_is_not(tmp_path: Path) 
         assert load_file(tmp_path / precision / "model.safetensors")[DOWN].isnan().nonzero().tolist() == [[127, 3]]
 
 
+@pytest.mark.parametrize("to", ["hf", *in_soak("megatron", "dcp")])
+def test_both_codes_of_a_nan_come_back_by_way_of_bf16(tmp_path: Path, to: str) -> None:
+    source = make_codes(tmp_path / "fp8", 0.5, 1.5)
+    stored = load_file(source / "model.safetensors")
+    stored[DOWN].view(torch.uint8)[:, ::5] = 0x7F
+    stored[DOWN].view(torch.uint8)[:, ::7] = 0xFF
+    save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
+    say("convert", source, tmp_path / "bf16", f"--to={to}", "--precision=bf16")
+    say("convert", tmp_path / "bf16", tmp_path / "back", "--to=hf", "--precision=fp8")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert torch.equal(back[DOWN].view(torch.uint8), stored[DOWN].view(torch.uint8))
+
+
 def make_codes(folder: Path, scale: float, code: float) -> Path:
     """FP8 codes of one number, with one scale."""
     fp8_directories.make(folder, "modelopt-tensor")
