@@ -32,9 +32,12 @@ MOST_ZEROS = 3.0
 scales. In w4a16, the coarsest, Laplace's distribution has 2.0 times as many, Student's of 3 degrees of freedom 2.5."""
 
 
-def most_zeros(element: Element, group: int | None) -> float | None:
-    """The share of elements above which outliers spoil scales of groups of inputs; None if no scheme has such."""
-    schemes = (scheme for scheme, form in FORMATS.items() if form == (element, group))
+def most_zeros(element: Element, block: tuple[int | None, int | None], *, zero_points: bool) -> float | None:
+    """The share of elements that become zero above which outliers spoil the scales of these blocks; None if no scheme
+    has such. With sixteen numbers many become zero anyway, and it is known of the groups of schemes how many."""
+    if zero_points:
+        return None
+    schemes = (scheme for scheme, (of, group) in FORMATS.items() if (of, (1, group)) == (element, block))
     return next((MOST_ZEROS * GAUSSIAN_ZEROS[scheme] for scheme in schemes), None)
 
 

@@ -207,13 +207,11 @@ class _WeightCodes:
         self._elements, self._zeroed = 0, 0  # those that were looked at, and those that became zero
 
     def _limit(self) -> float | None:
-        """The share of elements above which it is told that they became zero; None if they are not counted. With
-        sixteen numbers many become zero anyway, and it is known of the groups of schemes how many."""
+        """The share of elements above which it is told that they became zero; None if they are not counted."""
         spec = self._encoder.specs[self._name]
         if spec.element.is_fp8:
             return UNDERFLOW
-        high, wide = self._scales.block
-        return most_zeros(spec.element, wide) if high == 1 and self._scales.zero_points is None else None
+        return most_zeros(spec.element, self._scales.block, zero_points=self._scales.zero_points is not None)
 
     def write(self, row: int, values: Tensor) -> None:
         """Write the codes of rows, and those of their scales that are found here."""

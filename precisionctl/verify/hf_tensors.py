@@ -15,6 +15,7 @@ from precisionctl.checkpoints.chunks import Bytes, bytes_of, in_pieces, read_byt
 from precisionctl.codes import numerics
 from precisionctl.codes.elements import Cast, Element
 from precisionctl.codes.encoding import Encoding, joined
+from precisionctl.codes.four_bit_loss import most_zeros
 from precisionctl.dtypes import DType
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import TensorSpec
@@ -148,6 +149,13 @@ class HfTensors:
                 block = self.reader.encodings[segment.read].block
                 high, wide = gcd(high, block[0], segment.read_row, segment.write_row), gcd(wide, block[1])
         return high, wide
+
+    def most_zeros(self, name: str) -> float | None:
+        """The share of values that become zero above which outliers spoil the scales of a tensor of codes; None if that
+        is not known of such codes."""
+        of_parts = [self.reader.encodings[read] for read in dict.fromkeys(self._reads(name)) if self.is_codes(name)]
+        limits = {most_zeros(each.element, each.block, zero_points=each.zeros is not None) for each in of_parts}
+        return limits.pop() if len(limits) == 1 else None
 
     def is_packed(self, name: str) -> bool:
         """Whether the codes are not FP8."""

@@ -43,14 +43,16 @@ large as they are small, makes them count."""
 class Losses:
     """The losses of one tensor `[rows, columns]` whose values share a scale in blocks of `block`, shown rows in order.
 
-    `packed`: codes are other than FP8. `lost` of `blocks` have an SQNR under LOWEST_DB, and `negligible` more of them
-    that have values of at most NEGLIGIBLE. `some_left`: some value has not become zero.
+    `packed`: codes are other than FP8. `most_zeros`: of such codes, the share of values that become zero above which
+    that is reported, if it is known of them. `lost` of `blocks` have an SQNR under LOWEST_DB, and `negligible` more of
+    them that have values of at most NEGLIGIBLE. `some_left`: some value has not become zero.
     """
 
     rows: int
     columns: int
     block: tuple[int, int]
     packed: bool = False
+    most_zeros: float | None = None
     total: Loss = Loss()
     largest: float = 0.0
     largest_error: float = 0.0
@@ -125,12 +127,16 @@ class Losses:
         if self.negligible:
             small = f"negligible values (RMS of at most {NEGLIGIBLE:.2g}, beside larger ones)"
             told.append(f"{self.negligible} of {self.blocks} scales lose {small}")
-        if not self.packed:  # sixteen numbers, or steps of one size, cannot do better
-            if max(self.total.underflow, self.total.saturation) >= TOLD_SHARE:
-                rms = math.sqrt(self.total.power / max(1, self.total.elements))
-                told.append(f"{self._shares()}; the largest value is {self.largest:.3g}, their RMS {rms:.3g}")
-            elif self.total.sqnr < EXPECTED_DB:
-                told.append(f"SQNR {self.total.sqnr:.1f} dB, of {EXPECTED_DB:.0f} at least")
+        zeros, beyond = self.total.underflow, self.total.saturation
+        if self.packed:  # sixteen numbers, or steps of one size, cannot do better than to lose many
+            spoiled = self.most_zeros is not None and zeros > self.most_zeros
+        else:
+            spoiled = max(zeros, beyond) >= TOLD_SHARE
+        if spoiled:
+            rms = math.sqrt(self.total.power / max(1, self.total.elements))
+            told.append(f"{self._shares()}; the largest value is {self.largest:.3g}, their RMS {rms:.3g}")
+        elif not self.packed and self.total.sqnr < EXPECTED_DB:
+            told.append(f"SQNR {self.total.sqnr:.1f} dB, of {EXPECTED_DB:.0f} at least")
         return "; ".join(told)
 
     def _shares(self) -> str:

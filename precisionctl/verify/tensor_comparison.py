@@ -144,8 +144,9 @@ def _losses(name: str, a: HfTensors, b: HfTensors) -> tuple[Losses, tuple[float,
     values that differ, as `Differences` has them."""
     coded = a if a.cast(name) or (a.is_codes(name) and not b.cast(name)) else b
     spec = a.specs[name]
-    losses, row, signal = Losses(spec.rows, spec.columns, coded.block(name), coded.is_packed(name)), 0, 0.0
-    count = 0
+    packed, most_zeros = coded.is_packed(name), coded.most_zeros(name)
+    losses = Losses(spec.rows, spec.columns, coded.block(name), packed=packed, most_zeros=most_zeros)
+    row, signal, count = 0, 0.0, 0
     for left, right in _pieces(name, a, b):
         codes, uncoded = (left, right) if coded is a else (right, left)
         values, decoded = measurable(uncoded.values, codes.values)
