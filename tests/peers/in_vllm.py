@@ -46,8 +46,12 @@ def out_of(directory: Path) -> Path:
     return directory.with_name(f"{directory.name}.out")
 
 
-COMPUTED = ("A_log", "inv_freq", "act_fn.beta", "act_fn.eps")
-"""Tensors of which vLLM keeps another function, or buffers."""
+COMPUTED = ("A_log", "inv_freq", "act_fn.beta", "act_fn.eps", "weight_shape")
+"""Tensors of which vLLM keeps another function, or buffers, or of what it fuses the last one."""
+
+
+SCALES = ("weight_scale", "weight_scale_2", "weight_global_scale", "input_scale", "input_global_scale")
+"""Those of which there may be one for a tensor. A row of vLLM's experts has several of them."""
 
 
 def left_out_of(directory: Path, stored: Mapping[str, torch.Tensor]) -> list[str]:
@@ -56,9 +60,20 @@ def left_out_of(directory: Path, stored: Mapping[str, torch.Tensor]) -> list[str
     failure = out.with_name(f"{out.name}.error")
     assert not failure.is_file(), failure.read_text()
     parameters: dict[torch.dtype, set[bytes]] = defaultdict(set)
-    for tensor in load_file(out).values():
+    numbers: dict[str, set[float]] = defaultdict(set)
+    for parameter, tensor in load_file(out).items():
         parameters[tensor.dtype] |= _rows(tensor)
-    return [name for name, tensor in stored.items() if not name.endswith(COMPUTED) and not _holds(parameters, tensor)]
+        for kind in SCALES:
+            if parameter.endswith(kind) and tensor.dtype == torch.float32:
+                numbers[kind].update(tensor.flatten().tolist())
+
+    def is_held(name: str, tensor: torch.Tensor) -> bool:
+        kind = name.rpartition(".")[2]
+        if kind in SCALES and tensor.numel() == 1:
+            return float(tensor) in numbers[kind]
+        return name.endswith(COMPUTED) or _holds(parameters, tensor)
+
+    return [name for name, tensor in stored.items() if not is_held(name, tensor)]
 
 
 def _holds(parameters: Mapping[torch.dtype, set[bytes]], tensor: torch.Tensor) -> bool:
@@ -67,7 +82,7 @@ def _holds(parameters: Mapping[torch.dtype, set[bytes]], tensor: torch.Tensor) -
     exact = tensor.dtype in (torch.float8_e4m3fn, torch.uint8)
     return any(
         _rows(turned.to(dtype)) <= parameters.get(dtype, set())
-        for dtype in ((tensor.dtype,) if exact else (torch.bfloat16, torch.float32))
+        for dtype in ((tensor.dtype,) if exact else {tensor.dtype, torch.bfloat16, torch.float32})
         for turned in ((tensor, tensor.transpose(-1, -2)) if tensor.ndim > 1 else (tensor,))
     )
 
