@@ -197,8 +197,8 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
 @click.option(
     "--recipe",
     type=RecipeName(),
-    help="Recipe that says which modules stay in BF16, and whether scales of blocks are powers of two. Default: as in "
-    "the run.",
+    help="Recipe that counts instead of the run: which modules stay in BF16 and, if it is one of 128-blocks, MXFP8 or "
+    "NVFP4, the scheme.",
 )
 @max_shard_size_option
 @iteration_option

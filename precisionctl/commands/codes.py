@@ -40,6 +40,7 @@ from precisionctl.param import is_slice
 from precisionctl.planning.gemm_selection import groups_asked_for
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.planning.served_model import served
+from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import FOUR_BITS, SCHEMES, Scheme, quant_methods
 from precisionctl.untrusted.safe_json import parse_json
 
@@ -51,6 +52,9 @@ _SCHEMES: Mapping[Scaling, Scheme] = {
     "nvfp4": "nvfp4",
 }
 """The scheme in which an engine computes most like a recipe's scaling."""
+_NO_SCHEME: tuple[Scaling, ...] = ("delayed", "current")
+"""Scalings whose numbers no scheme has without state: weights have one scale each, and those of `dynamic` one per
+channel."""
 
 
 def for_engine(source: Source, engine: Engine) -> Result:
@@ -131,8 +135,7 @@ class _EngineCodes:
         if scheme := self.request.scheme_of_codes:
             return scheme, ""
         of_run = [each for each in self._schemes_of_run if self._takes(each, jobs)]
-        trained = source.trained_in
-        run = scaling_words(trained.scaling) if trained else ""
+        trained, said = self._trained
         scheme, why = best_scheme(
             engine,
             source.plan.model,
@@ -141,12 +144,13 @@ class _EngineCodes:
             source.encodings,
             source.known.why_none,
             of_run=of_run,
-            run=run,
+            said=said,
+            asked=trained is recipe is not None and not self.request.fp8_state,
             recordable=lambda fixed: self._misfits(jobs, self._format(fixed, "")).left() if source.states else jobs,
             are_codes=bool(source.reader.encodings),
         )
         if trained and not trained.keeps_state and scheme not in of_run:
-            why += f". The run was in {run}"
+            why += f". {said[0].upper()}{said[1:]}"
             if not self._schemes_of_run:
                 why += ", whose numbers no scheme has"
             elif not of_run:
@@ -160,14 +164,22 @@ class _EngineCodes:
             why += f". The weights are {codes} codes, and four bits are written only if you ask: --scheme {own}"
         return scheme, why
 
+    @cached_property
+    def _trained(self) -> tuple[Precision | None, str]:
+        """The precision of the run that wrote the source, or of a recipe that is given and of which there are schemes,
+        and who says it, in words."""
+        recipe, run = self.request.recipe, self.source.trained_in
+        if recipe and recipe.scaling not in _NO_SCHEME:
+            return recipe, f"the recipe says {scaling_words(recipe.scaling)}"
+        return run, f"the run was in {scaling_words(run.scaling)}" if run else ""
+
     @property
     def _schemes_of_run(self) -> tuple[Scheme, ...]:
-        """The schemes whose weights are like the numbers that a run without state computed with, the better one first;
-        none of a run in current scaling, whose weights have one scale each, and those of `dynamic` one per channel."""
-        run = self.source.trained_in
-        if run is None or run.scaling in ("delayed", "current"):
+        """The schemes whose weights are like the numbers of that precision, the better one first."""
+        trained, _ = self._trained
+        if trained is None or trained.scaling in _NO_SCHEME:
             return ()
-        scheme = _SCHEMES[run.scaling]
+        scheme = _SCHEMES[trained.scaling]
         return (scheme, "nvfp4a16") if SCHEMES[scheme].fixed_inputs else (scheme,)
 
     def _takes(self, scheme: Scheme, jobs: Sequence[Job]) -> bool:
@@ -200,8 +212,7 @@ class _EngineCodes:
         rounding: ScaleRounding = "BF16" if engine.methods[method].bf16_scales else "FP32"
         were = source.encodings  # of values too: those that have not changed get their codes again
         were_powers = were is not None and (in_powers_of_2(were) or all_mxfp4(were))  # values of MXFP4 stay exact
-        recipe = source.request.recipe
-        trained = recipe if recipe is not None and recipe.scaling == "block" else source.trained_in
+        trained, _ = self._trained
         as_trained = trained is not None and trained.scaling == "block" and not trained.f32_block_scales
         if scheme == "block" and (were_powers or as_trained or source.plan.model.architecture in engine.blocks_alone):
             rounding = "powers of 2"

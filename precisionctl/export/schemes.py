@@ -38,13 +38,15 @@ def best_scheme(
     why_no_state: str,
     *,
     of_run: Sequence[Scheme],
-    run: str,
+    said: str,
+    asked: bool,
     recordable: Callable[[Scheme], Sequence[Job]],
     are_codes: bool,
 ) -> tuple[Scheme, str]:
     """The scheme for the weights of these jobs, and the reason in words. `encodings` is how the source's weights are
     encoded (`are_codes`), or once were; `why_no_state` says why there are no `states`. `of_run` are the schemes, of
-    those that the engine takes, in which it computes most like the run that wrote the source, which was in `run`. Of
+    those that the engine takes, in which it computes most like the run that wrote the source, or like a recipe that
+    was given, in words `said`. If that was `asked` for, others count only where all of these have fixed inputs. Of
     the jobs that are `recordable` the weights have shapes that the engine takes in a scheme of fixed inputs: no
     calibration records inputs of others.
 
@@ -56,7 +58,7 @@ def best_scheme(
     written if they are asked for, or of a run in them. Raises PrecisionError if the engine takes none of them.
     """
     own = next((scheme for scheme in of_run if not SCHEMES[scheme].fixed_inputs), None)
-    others = schemes_of(engine, model, jobs)
+    others = [] if asked and own else schemes_of(engine, model, jobs)
     schemes = [*of_run, *(scheme for scheme in others if scheme not in of_run)]
     fixed = next((scheme for scheme in schemes if SCHEMES[scheme].fixed_inputs), None)
     coded = next((scheme for scheme in others if encodings and _is_coded(encodings, scheme)), None)
@@ -68,7 +70,7 @@ def best_scheme(
             input_amaxes(states, recordable(fixed), why_no_state, tabled=not isinstance(model, UntabledModel))
             too_small = why_too_small(states) if states else ""
             if not too_small or len(schemes) == 1:
-                in_four_bits = f"the run was in {run}, and " if fixed in FOUR_BITS else ""
+                in_four_bits = f"{said}, and " if fixed in FOUR_BITS else ""
                 return fixed, f"{in_four_bits}the FP8 state has an amax for every input, so input scales are fixed"
             why = f"{too_small}. For {fixed} input scales, record more with `precisionctl calibrate`"
         except MissingFp8State as missing:
@@ -76,7 +78,7 @@ def best_scheme(
             if not isinstance(missing, Unrecordable):
                 why += f". For {fixed} input scales, record them with `precisionctl calibrate`"
     if own:
-        return own, f"the run was in {run}" + (f", and {why}" if own in FOUR_BITS else "")
+        return own, said + (f", and {why}" if own in FOUR_BITS else "")
     if coded and coded != "static":
         return coded, "the weights were FP8 codes of that kind, and those that have not changed get them again"
     for scheme in others:

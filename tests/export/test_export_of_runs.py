@@ -191,6 +191,38 @@ def test_blocks_under_a_recipe_have_its_scales_whatever_the_run_had(
     assert bool((scales.log2().frac() == 0).all()) is (expected is not None)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "args", "target", "scheme", "said"),
+    [
+        ("fp8-block", {}, "vllm", "block", "the recipe says FP8 with 128-block scaling."),
+        ("mxfp8", BLOCK, "vllm", "mxfp8", "the recipe says FP8 with MXFP8 scaling."),
+        ("nvfp4", {}, "vllm", "nvfp4a16", "the recipe says NVFP4, and the checkpoint has no FP8 state"),
+        ("nvfp4", {}, "tensorrt-llm", "dynamic", ". The recipe says NVFP4: with what `precisionctl calibrate` records"),
+        ("fp8-delayed", BLOCK, "vllm", "block", "the run was in FP8 with 128-block scaling."),
+        ("fp8-current", {}, "vllm", "dynamic", "the checkpoint has no FP8 state"),
+    ],
+)
+def test_a_recipe_says_the_scheme_instead_of_the_run(
+    place: Path, tmp_path: Path, recipe: str, args: dict[str, Any], target: str, scheme: str, said: str
+) -> None:
+    """As `convert --precision fp8 --recipe` does. Delayed and current scaling are the numbers of no scheme."""
+    note = chosen(of_run(place, tmp_path / "run", **args), target, recipe=replace(PRESETS[recipe], fp8=True))
+    assert note.startswith(f"Scheme {scheme}: ") and said in note
+
+
+def test_a_recipe_comes_before_state_and_codes_of_the_source_and_behind_a_file_of_state(
+    place: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(place / "hf", tmp_path / "hf")
+    sidecar.write(tmp_path / "hf" / sidecar.RELATIVE, in_memory.recorded(HuggingFaceReader(place / "hf")))
+    carry_out(Request.export(place / "hf", tmp_path / "dynamic", "vllm", "dynamic"), workers=1)
+    for source, otherwise in (("hf", "static"), ("dynamic", "dynamic")):
+        assert chosen(tmp_path / source).startswith(f"Scheme {otherwise}")
+        assert chosen(tmp_path / source, recipe=PRESETS["fp8-block"]).startswith("Scheme block: the recipe says")
+    note = chosen(place / "hf", recipe=PRESETS["fp8-block"], fp8_state=place / "state")
+    assert note.startswith("Scheme static") and note.endswith("scaling: --scheme block.")
+
+
 @pytest.mark.parametrize(("args", "expected"), [(BLOCK, "ue8m0"), ({}, None)])
 def test_a_recipe_of_other_scaling_says_nothing_of_blocks(
     place: Path, tmp_path: Path, args: dict[str, Any], expected: str | None
