@@ -221,6 +221,8 @@ ENGINE = Engine(
         (
             "bailing_moe",
             "bailing_moe_v2",
+            "deepseek",
+            "deepseek_vl_v2",
             "glm5_next_text",
             "kimi_k2",
             "kimi_k3",
