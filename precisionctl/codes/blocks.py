@@ -130,8 +130,11 @@ class BlockScales:
         elif self.element == E2M1:
             new = group_scales.mxfp4_scales(self.amax)
         else:
-            asked = "powers of 2" if dtype.itemsize == 1 else rounding
-            new = numerics.rounded_up(numerics.scale_inv(self.amax, self.element), asked)
+            new = numerics.scale_inv(self.amax, self.element)
+            if dtype.itemsize == 1:
+                new = numerics.rounded_up(new, "powers of 2")
+            else:
+                new = numerics.rounded_up(new.clamp(min=numerics.SMALLEST_SCALE), rounding)
         return Encoding(self.element, self._kept_or(new, dtype), self.block, self.global_scale)
 
     @property

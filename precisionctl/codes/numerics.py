@@ -205,6 +205,12 @@ def scratch_for(values: Tensor) -> Tensor:
     return torch.empty(PIECE if values.device.type == "cpu" else max(PIECE, values.numel()), device=values.device)
 
 
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-63, 2.0**25
+"""Limits of scale_inv with which engines can compute. Below the smallest, the product of a weight's and an input's is
+not a normal number of FP32; above the largest, every code but zero decodes to a number beyond FP16 (the smallest code,
+2^-9, to 2^16)."""
+
+
 def scale_inv(amax: Tensor, element: Element) -> Tensor:
     """What inference formats store: `amax / element.of_amax`, FP32; 1 where that is zero, infinite or NaN."""
     stored = amax / torch.full_like(amax, element.of_amax)

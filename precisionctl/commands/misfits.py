@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,9 +44,15 @@ class Misfits:
         return without_refused(self.plan, self.jobs, self.form.scales(self.jobs, self.plan), self.refusal)[0]
 
     def check_taken(self, jobs: Iterable[Job]) -> None:
-        """Raise PrecisionError if the engine does not load weights of these jobs, of this model or of experts, as
-        codes, or loses tensors that it joins with others beside these codes."""
+        """Raise PrecisionError if the engine does not load weights of these jobs, of this model, of experts or of
+        modules that it never quantizes, as codes, or loses tensors that it joins with others beside these codes."""
         coded = [name for job in jobs for name in job.weights]
+        if module := next(self._never(coded), None):
+            alike = re.sub(r".*\.\d+\.", "*.", module)
+            raise PrecisionError(
+                f"{self.engine.title} makes `{module}` without quantization, and would take its codes for weights",
+                do=f"Leave it in BF16: --exclude '{alike}'.",
+            )
         if found := self._unloaded(coded):
             do = "Choose another scheme (`export-inference --scheme`)"
             if EXPERT.fullmatch(found[0].where) and not self._loses(()):  # else it would lose them in BF16
@@ -106,6 +113,7 @@ class Misfits:
         scales = self.form.scales(self.jobs, self.plan)
         return not (
             self._unloaded(scales)
+            or any(self._never(scales))
             or any(self.refusal(name, self.plan.targets[name], each) for name, each in scales.items())
             or self._loses(scales)
         )
@@ -115,7 +123,14 @@ class Misfits:
         coded = {name for job in left for name in job.weights}
         values = [name for name in self.plan.targets if name not in coded]
         uncoded = self.engine.check_blocks(self.plan.model.architecture, self.form.scheme, values)
-        return bool(coded) and not (self._unloaded(coded) or self._loses(coded) or uncoded)
+        unread = self._unloaded(coded) or any(self._never(coded)) or self._loses(coded)
+        return bool(coded) and not (unread or uncoded)
+
+    def _never(self, coded: Iterable[str]) -> Iterator[str]:
+        """The modules of these weights that the engine never quantizes."""
+        method, modules = self.form.method.name, [name.removesuffix(".weight") for name in coded]
+        ignored = self.engine.methods[method].list_of(self.form.scheme)
+        return ignored.never(self.config, method, self.plan.model.architecture, modules)
 
     def _unloaded(self, coded: Iterable[str]) -> list[Finding]:
         return self.engine.check_weights(coded, self.form.method.name, self.form.scheme, self.plan.model.architecture)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import isinf
 from typing import TYPE_CHECKING
 
 from precisionctl.checkpoints.chunks import Chunked, in_pieces, read_rows
 from precisionctl.codes import nibbles, numerics, zero_points
 from precisionctl.codes.blocks import BlockScales, share, share_global
-from precisionctl.codes.elements import CodesInRows
+from precisionctl.codes.elements import CodesInRows, Element
 from precisionctl.codes.encoding import Encoding, scale_dtype
 from precisionctl.codes.four_bit_loss import most_zeros
 from precisionctl.codes.statistics import UNDERFLOW
@@ -64,7 +65,7 @@ class Encoder:
         """Write the codes and scales of a job. If each row has its own scale and none from before, one pass over its
         values is enough.
 
-        Raises PrecisionError for an infinite weight.
+        Raises PrecisionError for an infinite weight, and for one with whose scale no engine computes.
         """
         codes = job.codes
         assert codes is not None
@@ -115,7 +116,7 @@ class Encoder:
             if name in seen:
                 seen[name].see(values, row, self.buffers.scratch)
         for name, blocks in seen.items():
-            _check_finite(name, blocks.amax)
+            _check_has_scale(name, blocks.amax.masked_fill(blocks.fits, 0), blocks.element)
             if blocks.has_nan:
                 if not blocks.element.is_fp8:
                     what = f"`{name}` holds a NaN, for which {blocks.element.name} has no code"
@@ -220,10 +221,11 @@ class _WeightCodes:
         first = 0  # the number that the first of these rows has in `encoding`
         if self._seen is None or self._whole is None:  # each row has a scale of its own, from its own amax
             amax, has_nan = numerics.row_amax_and_nan(values, encoder.buffers.scratch)
-            _check_finite(name, amax)
+            _check_has_scale(name, amax, spec.element)
             if has_nan:
                 encoder.outcome.with_nan.add(name)
-            scale_inv = numerics.rounded_up(numerics.scale_inv(amax, spec.element), self._rounding)
+            new = numerics.scale_inv(amax, spec.element).clamp(min=numerics.SMALLEST_SCALE)
+            scale_inv = numerics.rounded_up(new, self._rounding)
             encoder.put(self._scales.weight, row, scale_inv)
             encoding = Encoding(spec.element, scale_inv, (1, values.shape[1]))
         elif self._searches:
@@ -268,7 +270,13 @@ class _WeightCodes:
             outcome.rounded.add(self._name)
 
 
-def _check_finite(name: str, amax: Tensor) -> None:
-    """Raise PrecisionError for an infinite amax, as no scale brings an infinite weight to a number."""
-    if bool(numerics.amax(amax).isinf()):
+def _check_has_scale(name: str, amax: Tensor, element: Element) -> None:
+    """Raise PrecisionError for the amax of a weight that needs a new scale, if no scale brings it to a number, or only
+    one with which no engine computes."""
+    largest = float(numerics.amax(amax))
+    if isinf(largest):
         raise PrecisionError(f"`{name}` holds an infinite weight, which no scale can hold", do=BROKEN_WEIGHTS)
+    if largest > numerics.LARGEST_SCALE * element.of_amax:
+        what = f"`{name}` holds {largest:.3g}, and no engine computes with the scale that {element.name} needs for it"
+        module = name.removesuffix(".weight")
+        raise PrecisionError(what, do=f"Is the checkpoint broken there? If not, keep it in BF16: --exclude '{module}'.")

@@ -8,6 +8,7 @@ import conversions
 import pico
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from soaking import few
 from transformers.integrations.finegrained_fp8 import FP8Experts
 
@@ -168,3 +169,38 @@ def test_blocks_across_heads_that_vllm_moves_are_refused_and_found_in_others_exp
         return
     assert found and all("heads of 64 rows" in finding.what and finding.rule.fatal for finding in found)
     assert "heads of 64 rows" in refused(tmp_path / "hf", tmp_path / "vllm", "vllm", "block")
+
+
+@pytest.mark.parametrize("scheme", few(["dynamic", "block", "mxfp8", "nvfp4a16", "mxfp4", "w4a16"], "dynamic", "block"))
+def test_weights_whose_scales_no_engine_computes_with_are_refused_and_tiny_ones_get_another(
+    tmp_path: Path, scheme: str
+) -> None:
+    up = "model.layers.0.mlp.up_proj"
+    pico.save(tmp_path / "source", "llama-3", dtype=torch.bfloat16, **SIZES, num_key_value_heads=4)
+    file = tmp_path / "source" / "model.safetensors"
+    stored = load_file(file)
+    stored[f"{up}.weight"][3, 3] = 1e30
+    stored["model.layers.1.mlp.down_proj.weight"][7] = 1e-18  # a row in a channel of its own
+    if scheme == "block":
+        stored["model.layers.1.mlp.down_proj.weight"].fill_(1e-18)
+    save_file(stored, file, {"format": "pt"})
+    said = refused(tmp_path / "source", tmp_path / "out", "vllm", scheme)
+    assert f"`{up}.weight` holds 1e+30" in said and f"--exclude '{up}'" in said
+    request = Request.export(tmp_path / "source", tmp_path / "kept", "vllm", scheme, exclude=(up,))  # type: ignore[arg-type]
+    conversions.carry_out(request, workers=1)
+    assert not [each for each in check(open_checkpoint(tmp_path / "kept"), engine_named("vllm")) if each.rule.fatal]
+
+
+@pytest.mark.parametrize("family", few(["granite-hybrid", "qwen3-moe"], "granite-hybrid"))
+def test_routers_that_transformers_never_quantizes_are_no_codes(tmp_path: Path, family: str) -> None:
+    pico.save(tmp_path / "source", family, dtype=torch.bfloat16)
+    everything: dict[str, Any] = {"include": ("*",), "keep_misfits": True}
+    said = refused(tmp_path / "source", tmp_path / "out", "transformers", "dynamic", **everything)
+    exclude = re.search("--exclude '(.+)'", said)
+    assert "without quantization" in said and exclude
+    request = Request.export(
+        tmp_path / "source", tmp_path / "kept", "transformers", "dynamic", **everything, exclude=(exclude[1],)
+    )
+    conversions.carry_out(request, workers=1)
+    found = check(open_checkpoint(tmp_path / "kept"), engine_named("transformers"))
+    assert not [each for each in found if each.rule.fatal]

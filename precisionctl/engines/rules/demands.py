@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from precisionctl.codes.numerics import LARGEST_SCALE, SMALLEST_SCALE
 from precisionctl.dtypes import DType
 from precisionctl.engines.rules.ignore_lists import BY_NAME_OR_REGEX, is_of_a_class, words
 from precisionctl.engines.rules.ignored_modules import IgnoreList
@@ -47,14 +48,9 @@ def wrong_scales(directory: QuantizedDirectory) -> Breaches:
                 yield name, f"{stored.dtype}, not {dtypes[0]}"
 
 
-SMALLEST, LARGEST = 2.0**-63, 2.0**25
-"""Limits of scale_inv. Below SMALLEST, the product of a weight's and an input's scale_inv is not a normal number of
-FP32; above LARGEST, every code but zero decodes to a number beyond FP16 (the smallest code, 2^-9, to 2^16)."""
-
-
 def scales_of_no_use(directory: QuantizedDirectory) -> Breaches:
-    """Scales of weights, inputs and caches that are not between SMALLEST and LARGEST: the first of each tensor. MXFP8's
-    exponents have no lower limit, since GEMMs add them."""
+    """Scales of weights, inputs and caches that are not between SMALLEST_SCALE and LARGEST_SCALE: the first of each
+    tensor. MXFP8's exponents have no lower limit, since GEMMs add them."""
     divides_by: dict[str, bool] = {}
     for scales in directory.scales.values():
         divides_by[scales.weight] = False
@@ -65,7 +61,9 @@ def scales_of_no_use(directory: QuantizedDirectory) -> Breaches:
         stored = stored.reciprocal() if divides else stored
         exponents = stored.dtype in (torch.uint8, torch.float8_e8m0fnu)
         values = (stored.view(torch.float8_e8m0fnu) if exponents else stored).reshape(-1).float()
-        wrong = values[~((values >= (0 if exponents else SMALLEST)) & (values <= LARGEST))]  # NaN is in no range
+        wrong = values[
+            ~((values >= (0 if exponents else SMALLEST_SCALE)) & (values <= LARGEST_SCALE))
+        ]  # NaN is in no range
         if len(wrong):
             yield name, f"a scale of {float(wrong[0]):.6g}"
 

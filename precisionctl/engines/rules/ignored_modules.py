@@ -4,7 +4,7 @@ there."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,13 +137,22 @@ class IgnoreList:
         heads = [] if any(re.match(_HEADS, name) for name in codes) else heads
         return list(dict.fromkeys([*values, *(name for name in named if name not in taken), *heads]))
 
+    def never(self, config: Mapping[str, Any], method: str, text_type: object, modules: Sequence[str]) -> Iterator[str]:
+        """Those of these modules, by their names in the directory, that the engine makes without quantization whatever
+        the list of this method says."""
+        if self.unquantized:
+            for module, called in self._names(config, method, modules).items():
+                if any(self.unquantized.concerns(name, text_type) for name in called):
+                    yield module
+
     def misread(self, directory: QuantizedDirectory) -> Breaches:
         """Linears that are codes and ignored, or neither: the engine would take one for the other."""
         is_ignored, text_type = self.of(directory.quantization), directory.text_type
         never = directory.spelling.never if directory.spelling else ()
-        in_memory = self._names(directory)
-        for name in linears(directory.specs):
-            module, coded = name.removesuffix(".weight"), name in directory.scales
+        modules = {name.removesuffix(".weight"): name for name in linears(directory.specs)}
+        in_memory = self._names(directory.config, directory.method, modules)
+        for module, name in modules.items():
+            coded = name in directory.scales
             for called in in_memory[module]:
                 unquantized = self.unquantized.concerns(called, text_type) if self.unquantized else None
                 ignored = is_ignored(called)
@@ -156,7 +165,6 @@ class IgnoreList:
                 if not (coded or ignored or unquantized):
                     yield name, f"{directory.specs[name].dtype} values, but {which} is not ignored"
 
-        modules = {name.removesuffix(".weight"): name for name in linears(directory.specs)}
         for module, values in values_of_keys(modules, modules).items() if self.unstored else ():
             if modules[module] not in directory.scales and not is_ignored(values):
                 yield modules[module], f"{directory.specs[modules[module]].dtype} values, but `{values}` is not ignored"
@@ -171,12 +179,12 @@ class IgnoreList:
             if linear := next((each for each in looked_up if not ignored(each)), None):
                 yield name, f"{directory.specs[name].dtype} values, but `{linear}` is not ignored"
 
-    def _names(self, directory: QuantizedDirectory) -> dict[str, list[str]]:
-        """The names under which the engine looks for each linear."""
-        modules = [name.removesuffix(".weight") for name in linears(directory.specs)]
-        if not self.in_memory or directory.method != "compressed-tensors":  # of others it renames the list too
+    def _names(self, config: Mapping[str, Any], method: str, modules: Iterable[str]) -> dict[str, list[str]]:
+        """The names under which the engine looks for each of these linears."""
+        modules = list(modules)
+        if not self.in_memory or method != "compressed-tensors":  # of others it renames the list too
             experts = {m: EXPERT.fullmatch(f"{m}.weight") for m in modules if self.experts_as_one}
             return {module: [match[1] if (match := experts.get(module)) else module] for module in modules}
         alone = [module for module in modules if not EXPERT.fullmatch(f"{module}.weight")]  # experts become one tensor
-        found = module_names(directory.config, alone)
+        found = module_names(config, alone)
         return {module: found.get(module) or [module] for module in modules}
