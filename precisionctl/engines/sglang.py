@@ -26,6 +26,7 @@ from precisionctl.engines.rules.demands import (
     unsaid_activations,
     unsaid_size,
 )
+from precisionctl.engines.rules.fixed_settings import BY_LEADING_DENSE, BY_NUMBER, FixedSettings, dense_layers_first
 from precisionctl.engines.rules.fused_rules import FusedLinears
 from precisionctl.engines.rules.ignore_lists import BY_END_OR_REGEX, BY_PART_OR_GLOB, BY_PATH
 from precisionctl.engines.rules.ignored_modules import (
@@ -180,6 +181,13 @@ ENGINE = Engine(
             "SGLang 0.5.23 models/muse_spark.py MuseSparkTextForCausalLM",
         ),
     },
+    fixed=(
+        FixedSettings(
+            BY_LEADING_DENSE,
+            {"mlp_layer_types": dense_layers_first},
+            EngineRule(BY_NUMBER, "SGLang 0.5.23 models/deepseek_v2.py, glm4_moe_lite.py, hunyuan_v3.py"),
+        ),
+    ),
     no_class={
         **dict.fromkeys(
             ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),

@@ -8,10 +8,12 @@ import pico
 import pytest
 import repository
 import torch
+from conversions import carry_out
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.engines.base import engine_named
@@ -205,3 +207,18 @@ def test_verify_refuses_it_and_an_export_says_it(tmp_path: Path) -> None:
     assert [each.what for each in check(HuggingFaceReader(tmp_path / "hf"), VLLM) if each.rule.fatal] == [what]
     planned = plan_command(Request.export(tmp_path / "hf", tmp_path / "out", "vllm", "dynamic"))
     assert any(what in note for note in planned.notes)
+
+
+@pytest.mark.parametrize("target", ["vllm", "sglang"])
+def test_dense_layers_behind_others_are_told_and_no_number_of_leading_ones_is_advised(
+    tmp_path: Path, target: str
+) -> None:
+    pico.save(tmp_path / "hf", "glm4-moe-lite", dtype=torch.bfloat16, mlp_layer_types=["dense", "sparse", "dense"])
+    work = carry_out(Request.export(tmp_path / "hf", tmp_path / "out", target, "dynamic", keep_misfits=True))
+    assert any("computes otherwise: mlp_layer_types is ['dense', 'sparse', 'dense']" in note for note in work.notes)
+    found = [each for each in check(open_checkpoint(tmp_path / "out"), engine_named(target)) if each.rule.fatal]
+    assert ["mlp_layer_types" in each.what and "export-inference" not in each.rule.text for each in found] == [True]
+    config = {"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense", "dense", "sparse"]}
+    assert not engine_named(target).passed_over(config) and "first_k_dense_replace" in engine_named(target).lacks(
+        config
+    )

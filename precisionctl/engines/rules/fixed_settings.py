@@ -104,6 +104,24 @@ def _kind(rope: Mapping[str, Any]) -> object:
     return rope.get("rope_type", rope.get("type"))
 
 
+def dense_layers_first(config: Mapping[str, Any]) -> object:
+    """`mlp_layer_types` with all dense layers before the others, which is what a number of leading ones can say; None
+    where it is so."""
+    kinds = config.get("mlp_layer_types")
+    if not isinstance(kinds, list) or "dense" not in kinds:
+        return None
+    first = kinds.count("dense")
+    moved = ["dense"] * first + [kind for kind in kinds if kind != "dense"]
+    return None if moved == kinds else moved
+
+
+BY_LEADING_DENSE = ("deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "hy_v3")
+"""Models whose classes in transformers go by `mlp_layer_types`, and those of engines by `first_k_dense_replace`."""
+
+
+BY_NUMBER = "its class of this model knows only how many layers are dense, which are the first ones"
+
+
 def in_every_other_layer(config: Mapping[str, Any]) -> object:
     """Windows in the first layer and every other one after it."""
     kinds = config.get("layer_types")

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from precisionctl.engines.rules.fixed_settings import dense_layers_first
 from precisionctl.quant_methods.compressed_tensors import OLDER_KEY
 
 MissingKeys = Callable[[Mapping[str, Any]], Iterator[str]]
@@ -25,10 +26,12 @@ def quantization_config_under_this_name(config: Mapping[str, Any]) -> Iterator[s
 
 
 def published_by(keys: Mapping[object, tuple[str, ...]]) -> MissingKeys:
-    """Those of the config's model."""
+    """Those of the config's model, but for a number of leading dense layers where others are dense."""
 
     def lacks(config: Mapping[str, Any]) -> Iterator[str]:
-        yield from (key for key in keys.get(config.get("model_type"), ()) if config.get(key) is None)
+        unsayable = "first_k_dense_replace" if dense_layers_first(config) else None
+        of_model = keys.get(config.get("model_type"), ())
+        yield from (key for key in of_model if config.get(key) is None and key != unsayable)
 
     return lacks
 

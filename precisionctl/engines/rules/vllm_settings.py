@@ -1,7 +1,10 @@
 """Settings of models that vLLM passes over, by runs of its build for CPUs, 0.32, and by the source of 0.33."""
 
 from precisionctl.engines.rules.fixed_settings import (
+    BY_LEADING_DENSE,
+    BY_NUMBER,
     FixedSettings,
+    dense_layers_first,
     in_every_other_layer,
     in_no_layer_unless_all,
     longrope_by_contexts,
@@ -81,6 +84,14 @@ PASSED_OVER = (
             "it takes any scaling for DeepSeek's YaRN, which rounds the channels between which it blends, and makes "
             "its attention_factor of mscale and mscale_all_dim",
             "vLLM 0.33 models/deepseek_v2.py DeepseekV2MLAAttention; run",
+        ),
+    ),
+    FixedSettings(
+        BY_LEADING_DENSE,
+        {"mlp_layer_types": dense_layers_first},
+        EngineRule(
+            BY_NUMBER,
+            "vLLM 0.33 models/deepseek_v2.py, glm4_moe_lite.py, hy_v3.py, models/deepseek_v32",
         ),
     ),
     FixedSettings(
