@@ -210,11 +210,12 @@ _FIRST_NUMBER = re.compile(r"(\D+\.)(\d{1,9})\.")
 
 
 def _check_consumed(jobs: Iterable[Job], derived: tuple[str, ...], source: PlanSource) -> None:
-    """Raise MissingTensor or UnmappedTensor unless every tensor of the source is read by one job, or derived."""
+    """Raise MissingTensor or UnmappedTensor unless every tensor of the source is read by one job, or derived, or has no
+    elements: those of an MLP of 0 shared experts, which transformers makes and saves."""
     uses = Counter(name for job in jobs for name in (*job.reads, *job.copies))
     uses.update(derived)
     missing = [name for name in uses if name not in source.specs]
-    unexpected = [name for name in source.specs if not uses[name]]
+    unexpected = [name for name, spec in source.specs.items() if not uses[name] and 0 not in spec.shape]
     if missing:
         checks.check_names(missing, unexpected, "Is a shard missing, or does the config describe another model?")
     if unexpected:

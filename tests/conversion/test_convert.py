@@ -13,7 +13,8 @@ import pytest
 import torch
 from conversions import assert_same_tensors, run, tensors, tree
 from safetensors.torch import load_file, save_file
-from soaking import in_soak
+from soaking import few, in_soak
+from transformers import AutoModelForCausalLM
 
 from precisionctl.architectures.head_rearrangements import Grouped
 from precisionctl.checkpoints.chunks import Bytes, read_tensor
@@ -257,3 +258,17 @@ def test_weights_as_transformers_once_saved_them(tmp_path: Path) -> None:
     run(tmp_path / "bin", tmp_path / "megatron", "megatron")
     run(tmp_path / "megatron", tmp_path / "back", "hf")
     assert_same_tensors(tmp_path / "hf", tmp_path / "back")
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("family", few(["glm-moe-dsa", "glm4-moe", "deepseek-v3"], "glm-moe-dsa"))
+def test_tensors_without_elements_of_no_shared_experts_are_none(tmp_path: Path, family: str) -> None:
+    """transformers makes an MLP of width 0, and saves it; what is computed with it is zero."""
+    model = pico.make_and_save(tmp_path / "hf", family, n_shared_experts=0)
+    assert any(not tensor.numel() for tensor in model.state_dict().values())
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    run(tmp_path / "megatron", tmp_path / "back", "hf")
+    before, after = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("hf", "back"))
+    tokens = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        assert torch.equal(before(tokens).logits, after(tokens).logits)
