@@ -314,7 +314,7 @@ def next_step(request: "Request", command: "PlannedCommand", *, compared: bool) 
     from precisionctl.checkpoints.gguf.writer import GgufWriter
     from precisionctl.checkpoints.huggingface import HuggingFaceWriter
     from precisionctl.checkpoints.open import open_checkpoint
-    from precisionctl.errors import CheckpointError
+    from precisionctl.errors import PrecisionctlError
     from precisionctl.launch.megatron_lm import has_flags
 
     path = shlex.quote(str(command.output.path))
@@ -330,7 +330,7 @@ def next_step(request: "Request", command: "PlannedCommand", *, compared: bool) 
         if isinstance(command.writer, GgufWriter):  # factors in one do not say the settings that they are of
             try:
                 open_checkpoint(command.output.path)
-            except CheckpointError:
+            except (PrecisionctlError, OSError):  # the result is there: no error of a hint may fail the command
                 inspect += f" --reference {shlex.quote(str(request.source))}"
         return f"To see what it holds: {inspect}"
     reference = f" --reference {shlex.quote(str(request.reference))}" if request.reference else ""

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import gguf_files
 import pico
 import pytest
 import torch
@@ -13,9 +14,12 @@ from safetensors.torch import save_file
 from scoring import save
 from trained_models import save as save_dcp
 
-from precisionctl.checkpoints.base import WITH_REFERENCE
+from precisionctl.checkpoints import open as opening
+from precisionctl.checkpoints.base import WITH_REFERENCE, Reader
 from precisionctl.checkpoints.foreign import TENSORS, UNREAD
+from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main, writing
+from precisionctl.errors import UnknownArchitecture
 
 
 def options_of(command: str) -> set[str]:
@@ -194,3 +198,20 @@ def test_a_directory_within_a_checkpoint_or_in_place_of_a_file_of_state_is_answe
     assert "a directory. Give a file of `calibrate`" in " ".join(told.split())
     told = " ".join(run("launch-args", tmp_path / "hf", "--framework", "torchtitan").stderr.split())
     assert "`convert --to torchtitan` writes what it loads" in told
+
+
+@pytest.mark.parametrize("error", [UnknownArchitecture("no table"), PermissionError("closed")])
+def test_no_error_of_the_next_step_fails_a_command_whose_result_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """A GGUF file that does not say all of its model is opened to see whether `inspect` needs a reference."""
+    gguf_files.source(tmp_path / "hf")
+
+    def unread(path: Path, *arguments: Any, **named: Any) -> Reader:
+        if path == tmp_path / "out":
+            raise error
+        return open_checkpoint(path, *arguments, **named)
+
+    monkeypatch.setattr(opening, "open_checkpoint", unread)
+    told = run("export-inference", tmp_path / "hf", tmp_path / "out", "--target", "llama.cpp", "--workers", 1)
+    assert told.exit_code == 0 and f"inspect {tmp_path}/out --reference {tmp_path}/hf" in told.stdout
