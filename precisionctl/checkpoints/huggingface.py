@@ -21,7 +21,7 @@ from precisionctl.checkpoints.chunks import Chunk, read_tensor
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.checkpoints.decoded.methods import decoded_weights
 from precisionctl.checkpoints.hf_directory import encodings_file, safetensors_pieces
-from precisionctl.checkpoints.hf_directory.companions import needed_hints, read_companions
+from precisionctl.checkpoints.hf_directory.companions import ADAPTER, has_own_adapter, needed_hints, read_companions
 from precisionctl.checkpoints.hf_directory.config_json import config_of_values, write_beside
 from precisionctl.checkpoints.hf_directory.encodings_file import (
     QUANT_CONFIG,
@@ -72,8 +72,9 @@ def recognise(path: Path) -> bool:
 
 
 def has_weight_files(path: Path) -> bool:
-    """Whether a directory has files of weights, which are no adapter's, and hold tensors as a whole."""
-    if (path / "adapter_config.json").exists() or file_format_of(path) is None:
+    """Whether a directory has files of weights that hold tensors as a whole, and no adapter beside them that is not a
+    part of the model."""
+    if file_format_of(path) is None or ((path / ADAPTER.patterns[0]).exists() and not has_own_adapter(path)):
         return False
     return not safetensors_pieces.has_pieces(path)
 

@@ -22,6 +22,7 @@ import scoring
 import tiny_wrappers
 import torch
 from safetensors.torch import load_file, save_file
+from soaking import in_soak
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -501,8 +502,34 @@ def test_a_model_beside_an_adapters_config_is_not_taken_for_the_model(llama: Pat
     made = adapter(tmp_path / "adapter", linear(Q, 64, 64))
     for file in ("config.json", "model.safetensors"):
         (made / file).write_bytes((llama / file).read_bytes())
-    with pytest.raises(UnknownFormat, match="adapter of PEFT"):
+    with pytest.raises(UnknownFormat, match=r"a model and an adapter of PEFT[\s\S]*--reference DIR"):
         open_checkpoint(made)
+    conversions.run(made, tmp_path / "out", "hf", reference=made)
+    apart = adapter(tmp_path / "apart", linear(Q, 64, 64))
+    conversions.run(apart, tmp_path / "expected", "hf", reference=llama)
+    conversions.assert_same_tensors(tmp_path / "out", tmp_path / "expected")
+
+
+@pytest.mark.parametrize("to", ["hf", *in_soak("megatron")])
+def test_an_adapter_that_is_a_part_of_the_model_travels_beside_it(tmp_path: Path, to: str) -> None:
+    """Granite Speech 3.3's, which its class in transformers switches on for sound alone."""
+    tiny_wrappers.save(tmp_path / "model", "granite_speech")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"has_lora_adapter": True}))
+    plain = conversions.tensors(tmp_path / "model")
+    made = adapter(tmp_path / "adapter", linear(Q, 64, 64))
+    beside = {file.name: file.read_bytes() for file in made.iterdir()}
+    for name, data in beside.items():
+        (tmp_path / "model" / name).write_bytes(data)
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "model-00001-of-00001.safetensors")
+    assert conversions.tensors(tmp_path / "model").keys() == plain.keys()
+    notes = conversions.run(tmp_path / "model", tmp_path / "out", to).notes
+    assert any("it is not merged, and travels" in note for note in notes)
+    if to != "hf":
+        conversions.run(tmp_path / "out", tmp_path / "back", "hf")
+    out = tmp_path / ("out" if to == "hf" else "back")
+    assert {name: (out / name).read_bytes() for name in beside} == beside
+    conversions.assert_same_tensors(out, tmp_path / "model")
 
 
 def test_one_of_two_tied_tensors_is_refused(tmp_path: Path) -> None:

@@ -16,11 +16,13 @@ from pathlib import Path
 from precisionctl.architectures.families import table_of
 from precisionctl.architectures.param_map import names
 from precisionctl.architectures.rearrangements import Transposed
+from precisionctl.checkpoints import huggingface
 from precisionctl.checkpoints.adapter.expert_stacks import JOINED, stack_of
 from precisionctl.checkpoints.adapter.lora_config import FILE, LoraConfig, read_lora_config
 from precisionctl.checkpoints.adapter.low_rank import Factors, LowRank, Merged
 from precisionctl.checkpoints.adapter.tied import check_known, check_same_change, check_touched, tied_embeddings
 from precisionctl.checkpoints.base import (
+    NO_HINTS,
     TAKE_REFERENCE,
     Companions,
     Container,
@@ -37,7 +39,7 @@ from precisionctl.checkpoints.hf_directory.companions import (
     kind_of,
     read_companions,
 )
-from precisionctl.checkpoints.hf_directory.huggingface_files import BIN, SAFETENSORS
+from precisionctl.checkpoints.hf_directory.huggingface_files import BIN, SAFETENSORS, file_format_of
 from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensors
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.codes.encoding import Encoding
@@ -61,8 +63,9 @@ _LARGEST_RANK = 4096
 
 
 def recognise(path: Path) -> bool:
-    """A directory with PEFT's config, and not mlx-lm's of that name."""
-    return (path / FILE).exists() and not (path / MLX_FILE).exists()
+    """A directory with PEFT's config, and not mlx-lm's of that name, nor that of an adapter which is a part of a
+    model."""
+    return (path / FILE).exists() and not ((path / MLX_FILE).exists() or huggingface.has_weight_files(path))
 
 
 class AdapterReader:
@@ -365,7 +368,19 @@ def open_base(path: Path, hints: Hints, of: str) -> Reader:
 
 
 def _open(path: Path, hints: Hints) -> AdapterReader:
-    base = open_base(path, hints, "PEFT")
+    with_model = (path / "config.json").exists() and file_format_of(path) is not None
+    if with_model and hints.reference is None:
+        raise UnknownFormat(
+            "a model and an adapter of PEFT in one directory: transformers computes with both, and engines with the "
+            "model alone",
+            where=path,
+            do="Merge the two, DIR being the directory: `precisionctl convert DIR OUT --to hf --reference DIR`. For "
+            f"the model alone, move {FILE} and the adapter's weights out of it.",
+        )
+    if with_model and hints.reference and hints.reference.resolve() == path.resolve():
+        base: Reader = huggingface.CONTAINER.open(path, None, NO_HINTS)
+    else:
+        base = open_base(path, hints, "PEFT")
     if has_file(path / "adapter_model.safetensors", path):
         file, file_format = path / "adapter_model.safetensors", SAFETENSORS
     elif has_file(path / "adapter_model.bin", path):

@@ -4,6 +4,7 @@ why."""
 import json
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,7 +14,7 @@ from precisionctl.checkpoints.base import Companions, Hints
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.fp8 import sidecar
 from precisionctl.sizes import listed
-from precisionctl.untrusted.safe_files import check_link, read_file, read_files
+from precisionctl.untrusted.safe_files import check_link, read_file, read_files, read_json
 from precisionctl.untrusted.safe_json import parse_json
 
 
@@ -57,7 +58,13 @@ LICENCE = CompanionKind(
     "the terms on which the model may be passed on; also in lower case",
     any_case=True,
 )
+ADAPTER = CompanionKind(
+    ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"),
+    "stays",
+    "an adapter of PEFT is merged; that of a model with `has_lora_adapter` (Granite Speech 3.3) travels",
+)
 KINDS = (
+    ADAPTER,
     CompanionKind(
         ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json"),
         "made anew",
@@ -165,6 +172,21 @@ def without_tokenizer(companions: Companions) -> bool:
     return "config.json" in companions.files and not any(map(is_tokenizer, companions.files))
 
 
+def has_own_adapter(directory: Path) -> bool:
+    """Whether an adapter of PEFT in a directory is a part of the model beside it, which its class switches
+    on for some inputs alone: Granite Speech 3.3's, for sound."""
+    if not all((directory / name).is_file() for name in ("config.json", ADAPTER.patterns[0])):
+        return False
+    with suppress(DamagedCheckpoint):  # reported where the config is needed
+        config = read_json(directory / "config.json", directory)
+        return config.get("model_type") in _WITH_ADAPTER and config.get("has_lora_adapter", True) is True
+    return False
+
+
+_WITH_ADAPTER = ("granite_speech", "granite_speech_plus")
+"""Models whose classes have an adapter unless `has_lora_adapter` is false (5.24 configuration_granite_speech.py)."""
+
+
 def read_companions(directory: Path, source: Path | None = None) -> Companions:
     """The files in a directory that travel with the model, and the code that they name; empty without a directory. What
     in it is the `source`, or has it, is not left behind.
@@ -181,10 +203,12 @@ def read_companions(directory: Path, source: Path | None = None) -> Companions:
         check_link(there[TEMPLATES], directory)
         there |= {f"{TEMPLATES}/{path.name}": path for path in sorted(there.pop(TEMPLATES).iterdir())}
     travelling, left, folders = list[Path](), list[str](), list[str]()
+    with_adapter = has_own_adapter(directory)
     for name, path in there.items():
         kind, is_folder = kind_of(name), path.is_dir()
         named_as_folder = is_folder and not path.suffix[1:].isalpha()  # such as `tokenizer/` and `tokenizer_v1.5/`
-        if kind and kind.fate == "travels" and not named_as_folder:
+        travels = kind is not None and (kind.fate == "travels" or (kind is ADAPTER and with_adapter))
+        if travels and not named_as_folder:
             travelling.append(path)
         elif is_folder and not name.startswith("."):
             folders.append(f"{name}/")
@@ -195,6 +219,8 @@ def read_companions(directory: Path, source: Path | None = None) -> Companions:
     for name in (name for name in _NAMING_CODE if name in files):
         files[name] = code.with_code(name, files[name])
     notes = [f"Left behind, because nothing here knows what it is: {', '.join(left)}."] if left else []
+    if with_adapter:
+        notes.append("The adapter beside the model is a part of it: it is not merged, and travels as it is.")
     notes += [f"Folders are left behind: {', '.join(folders)}."] if folders else []
     return Companions(files | code.files, tuple(sorted(code.files)), (*code.notes, *notes), directory)
 

@@ -101,14 +101,16 @@ def file_format_of(directory: Path) -> WeightFileFormat | None:
     for file_format in (SAFETENSORS, BIN):
         if (directory / file_format.index).is_file() or (directory / file_format.single).is_file():
             return file_format
-    return SAFETENSORS if any(directory.glob("*.safetensors")) else None
+    return SAFETENSORS if any(unindexed(directory, SAFETENSORS)) else None
 
 
 def unindexed(directory: Path, file_format: WeightFileFormat) -> list[Path]:
     """The files of weights of a directory without an index, as transformers reads them: one, of which others
-    (consolidated.safetensors) hold copies."""
+    (consolidated.safetensors) hold copies. An adapter's are none."""
     single = directory / file_format.single
-    return [single] if single.is_file() else sorted(directory.glob(f"*{file_format.suffix}"))
+    if single.is_file():
+        return [single]
+    return sorted(file for file in directory.glob(f"*{file_format.suffix}") if file.stem != "adapter_model")
 
 
 def read_stored(directory: Path, file_format: WeightFileFormat) -> dict[Path, dict[str, StoredTensor]]:
