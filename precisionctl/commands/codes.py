@@ -84,7 +84,7 @@ class _EngineCodes:
         jobs = fp8_jobs(source.plan, precision, asked)
         scheme, why = self._scheme(jobs)
         form = self._format(scheme, why)
-        self._check_blocks(scheme, ())  # before amaxes are asked for, which nothing would need
+        self._check_values(scheme, ())  # before amaxes are asked for, which nothing would need
         policy = self._policy(form, jobs)
         encoded = encode(source.plan, policy)
         self._check_stored(encoded, form)
@@ -214,7 +214,8 @@ class _EngineCodes:
         were_powers = were is not None and (in_powers_of_2(were) or all_mxfp4(were))  # values of MXFP4 stay exact
         trained, _ = self._trained
         as_trained = trained is not None and trained.scaling == "block" and not trained.f32_block_scales
-        if scheme == "block" and (were_powers or as_trained or source.plan.model.architecture in engine.blocks_alone):
+        alone = engine.codes_alone.get(source.plan.model.architecture)
+        if scheme == "block" and (were_powers or as_trained or (alone and alone.blocks)):
             rounding = "powers of 2"
         return WeightFormat(quant_methods()[method], scheme, rounding)
 
@@ -244,7 +245,7 @@ class _EngineCodes:
         )
         misfits.check_taken(policy.jobs)
         coded = {name for job in policy.jobs for name in job.writes}
-        self._check_blocks(form.scheme, (name for name in plan.targets if name not in coded))
+        self._check_values(form.scheme, (name for name in plan.targets if name not in coded))
         return policy
 
     def _misfits(self, jobs: Sequence[Job], form: WeightFormat) -> Misfits:
@@ -278,15 +279,19 @@ class _EngineCodes:
             return f"Choose {number}."
         return "Leave --expert-parallel out" + (f", and choose {number}." if number else ".")
 
-    def _check_blocks(self, scheme: Scheme, values: Iterable[str]) -> None:
-        """Raise PrecisionError if the engine takes some linears only as codes in blocks, and another scheme encodes
-        them, or they are among the `values`."""
-        if found := self.engine.check_blocks(self.source.plan.model.architecture, scheme, values):
+    def _check_values(self, scheme: Scheme, values: Iterable[str]) -> None:
+        """Raise PrecisionError if the engine takes some linears only as codes, perhaps in blocks, and another scheme
+        encodes them, or they are among the `values`."""
+        architecture = self.source.plan.model.architecture
+        if found := self.engine.check_values(architecture, scheme, values):
             raise PrecisionError(
                 f"{self.engine.title} does not load it: {found[0].what}; {found[0].rule.text}",
                 where=found[0].where,
                 do="Choose `export-inference --scheme block`, with all linears of that name; --include takes those "
-                "that stay in BF16.",
+                "that stay in BF16."
+                if self.engine.codes_alone[architecture].blocks
+                else "Name no linear of that name in --exclude; --include takes those that a run kept in BF16. Or "
+                "choose a --scheme that takes its shape, or another --target.",
             )
 
     def _check_stored(self, plan: Plan, form: WeightFormat) -> None:

@@ -122,7 +122,7 @@ class Misfits:
         """Whether the engine takes the weights of these jobs as codes, if there are any, and all others as values."""
         coded = {name for job in left for name in job.weights}
         values = [name for name in self.plan.targets if name not in coded]
-        uncoded = self.engine.check_blocks(self.plan.model.architecture, self.form.scheme, values)
+        uncoded = self.engine.check_values(self.plan.model.architecture, self.form.scheme, values)
         unread = self._unloaded(coded) or any(self._never(coded)) or self._loses(coded)
         return bool(coded) and not (unread or uncoded)
 

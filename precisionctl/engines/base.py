@@ -21,7 +21,7 @@ from precisionctl.engines.rules.fused_rules import FusedLinears
 from precisionctl.engines.rules.ignore_lists import in_time
 from precisionctl.engines.rules.joined_tensors import wrongly_joined
 from precisionctl.engines.rules.method_rules import MethodRules
-from precisionctl.engines.rules.model_rules import BlocksAlone, ExpertDtype
+from precisionctl.engines.rules.model_rules import CodesAlone, ExpertDtype
 from precisionctl.engines.rules.required_keys import MissingKeys
 from precisionctl.engines.rules.rule import Demand, EngineRule, Finding, QuantizedDirectory, broken
 from precisionctl.engines.rules.serving_rules import Division, ShapeRules
@@ -74,9 +74,9 @@ class Engine:
 
     scales: the rule on shapes and dtypes of scales. shapes: which shapes of weights it takes as codes. fused: what it
     computes as one. division: how GPUs divide a model. latents: what it does with a scale of the KV cache of latent
-    attention, which caches neither keys nor values. blocks_alone: the models, by `model_type`, of which it loads no
-    codes but blocks of `quant_method: fp8`. mxfp4_experts: those whose experts may be MXFP4 beside such blocks, and
-    what of config.json says that they are (None: their tensors do). no_codes: those of which it computes no codes,
+    attention, which caches neither keys nor values. codes_alone: the models, by the `model_type` of the text model, of
+    which it loads some linears as codes alone. mxfp4_experts: those whose experts may be MXFP4 beside blocks of FP8,
+    and what of config.json says that they are (None: their tensors do). no_codes: those of which it computes no codes,
     whatever the format. no_class: those that it is known to have no class for, by `model_type`; of others that have a
     table nothing is known. fixed: settings of models that it passes over. wrappers: those, by `model_type`, of whose
     text model it makes the class that it has for that alone. refused_heads: models, likewise, of which it loads no
@@ -99,7 +99,7 @@ class Engine:
     demands: Mapping[Demand, EngineRule]
     keys: Mapping[MissingKeys, EngineRule]
     division: Division = Division()
-    blocks_alone: Mapping[str, BlocksAlone] = field(default_factory=dict)
+    codes_alone: Mapping[str, CodesAlone] = field(default_factory=dict)
     mxfp4_experts: Mapping[str, ExpertDtype | None] = field(default_factory=dict)
     no_codes: Mapping[str, EngineRule] = field(default_factory=dict)
     no_class: Mapping[str, NoClass] = field(default_factory=dict)
@@ -209,7 +209,8 @@ class Engine:
         method, scheme, specs = directory.method, directory.scheme, directory.specs
         rules = self.methods[method]
         ignored, values = rules.list_of(scheme), [name for name in specs if name not in directory.scales]
-        alone, mxfp4 = self.blocks_alone.get(directory.model_type), self.mxfp4_experts.get(directory.model_type)
+        text_type, mxfp4 = str(directory.text_type), self.mxfp4_experts.get(directory.model_type)
+        alone = self.codes_alone.get(text_type)
         if rule := self.no_codes.get(directory.model_type):
             yield Finding("config.json", f"codes in a {directory.model_type}", rule)
         yield from broken(other_codes, self.config_rule, directory)
@@ -220,7 +221,7 @@ class Engine:
         yield from broken(ignored.misread, self.config_rule, directory)
         yield from self.check_joined(directory.config, method, directory.quantization, specs)
         yield from self.check_stored(specs, method, directory.text_type)
-        yield from self.check_blocks(directory.model_type, scheme, values)
+        yield from self.check_values(text_type, scheme, values)
         yield from broken(alone.other_scales, alone.rule, directory) if alone else ()
         yield from broken(mxfp4.contradicted, mxfp4.rule, directory) if mxfp4 else ()
         yield from broken(ignored.misread_experts, self.config_rule, directory)
@@ -273,14 +274,14 @@ class Engine:
         found = ((name, form) for name in names for form, which in forms.items() if which and which.fullmatch(name))
         return [Finding(name, f"experts of a layer {form}", self.config_rule) for name, form in islice(found, 1)]
 
-    def check_blocks(self, model_type: str, scheme: str, values: Iterable[str]) -> list[Finding]:
+    def check_values(self, text_type: str, scheme: str, values: Iterable[str]) -> list[Finding]:
         """That a model is in another scheme than the engine has kernels for, or one of these `values` should be codes,
         as a finding."""
-        alone = self.blocks_alone.get(model_type)
+        alone = self.codes_alone.get(text_type)
         if alone is None:
             return []
-        if scheme != "block":
-            return [Finding("config.json", f"{model_type} with {_in_words(scheme)}", alone.rule)]
+        if alone.blocks and scheme != "block":
+            return [Finding("config.json", f"{text_type} with {_in_words(scheme)}", alone.rule)]
         left = filter(alone.concerns, values)
         return [Finding(name, "values, and no codes", alone.rule) for name in islice(left, 1)]
 

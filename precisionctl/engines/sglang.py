@@ -46,7 +46,7 @@ from precisionctl.engines.rules.integer_rules import (
     zero_points_of,
 )
 from precisionctl.engines.rules.method_rules import MethodRules
-from precisionctl.engines.rules.model_rules import BlocksAlone
+from precisionctl.engines.rules.model_rules import CodesAlone
 from precisionctl.engines.rules.required_keys import (
     ADDED,
     GLM5_NEXT,
@@ -161,13 +161,14 @@ ENGINE = Engine(
         "it casts latents under a scale of 1, and multiplies what it reads of them by a scale that is stored",
         "SGLang 0.5.23 mem_cache/memory_pool.py MLATokenToKVPool, layers/attention/flashmla_backend.py forward_decode",
     ),
-    blocks_alone={
-        "deepseek_v4": BlocksAlone(
-            "wo_a",
+    codes_alone={
+        "deepseek_v4": CodesAlone(
+            ("wo_a",),
             EngineRule(
                 "the grouped output projection is multiplied in blocks of FP8 under powers of two, by no other kernel",
                 "SGLang models/deepseek_v4.py MQALayer (format_ue8m0), _setup_fp8_wo_a_scales",
             ),
+            blocks=True,
         ),
     },
     mxfp4_experts={"deepseek_v4": None},  # configs/deepseek_v4.py try_detect_fp4_experts

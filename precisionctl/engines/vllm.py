@@ -41,7 +41,7 @@ from precisionctl.engines.rules.integer_rules import (
     zero_points_of,
 )
 from precisionctl.engines.rules.method_rules import MethodRules
-from precisionctl.engines.rules.model_rules import BlocksAlone, ExpertDtype
+from precisionctl.engines.rules.model_rules import CodesAlone, ExpertDtype
 from precisionctl.engines.rules.required_keys import (
     ADDED,
     GLM5_NEXT,
@@ -62,6 +62,7 @@ from precisionctl.engines.serving import FUSED, LATENT
 
 _UNQUANTIZED = Unquantized(ROUTERS_AND_GATES, ("qwen3_moe", "qwen3_vl_moe_text", "lfm2_moe", "k2_horizon"))
 """models/: GateLinear, by its quant_config."""
+_NO_NAME = "it makes this linear without a name, so no list keeps it in BF16"
 _list = partial(IgnoreList, unquantized=_UNQUANTIZED, unstored=True)
 
 ENGINE = Engine(
@@ -161,11 +162,14 @@ ENGINE = Engine(
             ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
             NoClass(EngineRule("it loads what thinks from the whole model alone", "vLLM 0.33 models/registry.py")),
         ),
-        "nemotron-nas": NoClass(
-            EngineRule(
-                "it reads config.json by the class that auto_map names",
-                "vLLM 0.33 transformers_utils/config.py _CONFIG_REGISTRY, models/nemotron_nas.py",
-            )
+        **dict.fromkeys(
+            ("deepseek", "nemotron-nas"),
+            NoClass(
+                EngineRule(
+                    "it reads config.json by the class that auto_map names",
+                    "vLLM 0.33 transformers_utils/config.py _CONFIG_REGISTRY, models/nemotron_nas.py; run",
+                )
+            ),
         ),
     },
     fixed=PASSED_OVER,
@@ -203,13 +207,22 @@ ENGINE = Engine(
         "vLLM 0.33 quantization/base_config.py get_cache_scale_mapper, weight_utils.py maybe_remap_kv_scale_name",
         fatal=False,
     ),
-    blocks_alone={
-        "deepseek_v4": BlocksAlone(
-            "wo_a",
+    codes_alone={
+        "deepseek_v4": CodesAlone(
+            ("wo_a",),
             EngineRule(
                 "the grouped output projection is multiplied in blocks of FP8 under powers of two, by no other kernel",
                 "vLLM models/deepseek_v4/nvidia/ops/o_proj.py deep_gemm_fp8_o_proj",
             ),
+            blocks=True,
+        ),
+        "minicpm3": CodesAlone(
+            ("q_a_proj",),
+            EngineRule(_NO_NAME, "vLLM 0.33 models/minicpm3.py MiniCPM3Attention; run"),
+        ),
+        "deepseek": CodesAlone(
+            ("q_proj", "k_proj", "v_proj", "o_proj"),
+            EngineRule(_NO_NAME, "vLLM 0.33 models/deepseek_v2.py DeepseekAttention; run"),
         ),
     },
     mxfp4_experts={

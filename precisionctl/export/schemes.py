@@ -25,7 +25,7 @@ def takes(engine: Engine, model: ModelShape, jobs: Sequence[Job], scheme: Scheme
     return (
         (SCHEMES[scheme].block == TENSOR or all(job.row.moves_rows(model) for job in jobs))
         and not engine.check_weights(names, engine.spells[scheme], scheme, model.architecture)
-        and not engine.check_blocks(model.architecture, scheme, ())
+        and not engine.check_values(model.architecture, scheme, ())
     )
 
 

@@ -20,6 +20,10 @@ from precisionctl.verify.engine_rules import check
 
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "head_dim": 32}
 
+LATENTS: dict[str, Any] = {
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 128),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 32),
+}
 OF_64: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4}
 """Heads of 64 channels: in a block of rows are two, which vLLM moves apart."""
 
@@ -28,6 +32,29 @@ def refused(source: Path, out: Path, target: str, scheme: str, **more: Any) -> s
     with pytest.raises(PrecisionError) as error:
         conversions.carry_out(Request.export(source, out, target, scheme, **more), workers=1)  # type: ignore[arg-type]
     return str(error.value)
+
+
+WITHOUT_NAMES = {"minicpm3": ("q_a_proj", LATENTS), "deepseek": ("o_proj", {})}
+"""Families of which vLLM makes linears without a name, and the last one of these."""
+
+
+@pytest.mark.parametrize("family", few(WITHOUT_NAMES, "minicpm3"))
+def test_what_vllm_makes_without_a_name_is_codes_beside_codes(tmp_path: Path, family: str) -> None:
+    """No list of what is not quantized reaches it (models/minicpm3.py, DeepseekAttention of models/deepseek_v2.py);
+    tests/peers/test_vllm_families.py lets vLLM load them."""
+    linear, sizes = WITHOUT_NAMES[family]
+    pico.save(tmp_path / "source", family, dtype=torch.bfloat16, **SIZES, **sizes)
+    said = refused(tmp_path / "source", tmp_path / "out", "vllm", "dynamic", exclude=(f"*.{linear}",))
+    assert f"{linear}.weight" in said and "without a name" in said and "--exclude" in said
+    # SGLang has names for all of MiniCPM3's. What it reads of vLLM's is the same, so a rule finds that, too
+    request = Request.export(tmp_path / "source", tmp_path / "other", "sglang", "dynamic", exclude=(f"*.{linear}",))
+    conversions.carry_out(request, workers=1)
+    rule = engine_named("vllm").codes_alone[family].rule
+    found = check(open_checkpoint(tmp_path / "other"), engine_named("vllm"))
+    assert [each.where.split(".")[-2] for each in found if each.rule == rule] == [linear]
+    conversions.carry_out(Request.export(tmp_path / "source", tmp_path / "out", "vllm", "dynamic"), workers=1)
+    found = check(open_checkpoint(tmp_path / "out"), engine_named("vllm"))
+    assert not [each for each in found if each.rule == rule]
 
 
 CASES = {

@@ -106,10 +106,10 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         if family == "glm4-moe-lite":  # vLLM goes by this number, which pico's layers are not said by
             changes = {"first_k_dense_replace": 1, "mlp_layer_types": ["dense", "sparse", "sparse"], **changes}
         pico.save(here / "hf", family, dtype=torch.bfloat16, **changes)
-        if family == "nemotron-nas":  # of which vLLM reads config.json by the model's own code
-            (here / "hf" / "configuration_decilm.py").touch()
+        if family in ("nemotron-nas", "deepseek"):  # of which vLLM reads config.json by the model's own code
+            (here / "hf" / "configuration_own.py").touch()
             config = json.loads((here / "hf" / "config.json").read_text())
-            config["auto_map"] = {"AutoConfig": "configuration_decilm.DeciLMConfig"}
+            config["auto_map"] = {"AutoConfig": "configuration_own.Own"}
             (here / "hf" / "config.json").write_text(json.dumps(config))
         execute(plan_command(Request.export(here / "hf", here / "out", "vllm", scheme)), workers=1)
         return here

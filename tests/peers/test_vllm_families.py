@@ -24,6 +24,8 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
     **dict.fromkeys(("granite-hybrid", "falcon-h1", "jamba", "ernie4-5-moe", "cohere2-moe", "hunyuan-moe"), {}),
     **dict.fromkeys(("flex-olmo", "phimoe", "youtu", "kolibri1"), {}),
     **dict.fromkeys(("mellum", "mimo-v2-flash", "minimax-m2", "mistral4", "muse-glimmer", "nemotron-nas"), {}),
+    "minicpm3": dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 64),
+    "deepseek": {},
     "lfm2": {"tie_word_embeddings": True},  # vLLM knows no other
     "step3p5": {"swiglu_limits": [0.0, 0.0, 0.0, 7.0]},  # nor this
     "glm4-moe-lite": {"mlp_layer_types": ["dense", "sparse", "sparse"]},  # others vLLM does not know
@@ -59,6 +61,10 @@ WHOLE: dict[str, Any] = {
 }
 
 
+WITHOUT_NAMES = {"minicpm3": "q_a_proj", "deepseek": "o_proj"}
+"""Families of which vLLM makes linears without a name, and one of these."""
+
+
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root, made = tmp_path_factory.mktemp("vllm"), {}
@@ -73,6 +79,10 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             source, made[f"{family} block"] = root / f"{family}-whole", root / f"{family}-block"
             pico.save(source, family, dtype=torch.bfloat16, **WHOLE | changes)
             any_models.export(source, made[f"{family} block"], "block", keep_misfits=True)
+        for family, part in WITHOUT_NAMES.items():
+            made[f"{family} without {part}"] = root / f"{family}-without"
+            exclude = (f"*.{part}",)
+            any_models.export(root / family, root / f"{family}-without", target="sglang", exclude=exclude)
         tiny_wrappers.save(root / "spark", "muse_spark", dtype=torch.bfloat16)
         made["muse_spark"] = root / "spark-fp8"
         any_models.export(root / "spark", made["muse_spark"], target="transformers", keep_misfits=True)
@@ -88,6 +98,15 @@ def test_vllm_holds_every_tensor_of_an_export(exports: dict[str, Path], kind: st
     stored = any_models.stored(exports[kind])
     assert sum(tensor.dtype == torch.float8_e4m3fn for tensor in stored.values()) > 0
     assert left_out_of(exports[kind], stored) == []
+
+
+@pytest.mark.parametrize("family", WITHOUT_NAMES)
+def test_vllm_keeps_no_linear_in_bf16_that_it_makes_without_a_name(exports: dict[str, Path], family: str) -> None:
+    out = out_of(exports[f"{family} without {WITHOUT_NAMES[family]}"])
+    error = out.with_name(f"{out.name}.error").read_text()
+    assert "given nothing for" in error and f"self_attn.{WITHOUT_NAMES[family]}.weight_scale" in error
+    (linears,) = (alone.linears for kind, alone in engine_named("vllm").codes_alone.items() if kind == family)
+    assert WITHOUT_NAMES[family] in linears
 
 
 def test_vllm_loads_no_codes_of_muse_spark_but_modelopts(exports: dict[str, Path]) -> None:

@@ -87,7 +87,18 @@ class DeciLMConfig(PretrainedConfig):
         self.block_configs = json.loads(json.dumps(block_configs), object_hook=Said)
 
 
+class DeepseekConfig(PretrainedConfig):
+    """That which the files of DeepSeekMoE bring with them, as far as vLLM reads it."""
+
+    model_type = "deepseek"
+
+    def __init__(self, norm_topk_prob: bool = False, **given: Any) -> None:
+        super().__init__(**given)
+        self.norm_topk_prob = norm_topk_prob
+
+
 AutoConfig.register("nemotron-nas", DeciLMConfig)
+AutoConfig.register("deepseek", DeepseekConfig)
 
 OPTIONAL = ("q_scale", "k_scale", "v_scale", "prob_scale", "zero_point")  # of the KV cache: 1 where not stored
 OPTIONAL += ("input_global_scale",)  # of experts, which have the parameter where inputs stay as they are, too

@@ -13,20 +13,21 @@ from precisionctl.torch_when_used import torch
 
 
 @dataclass(frozen=True)
-class BlocksAlone:
-    """A model whose linears of this name (`linear`) an engine multiplies as blocks of FP8 alone, under scales that it
-    takes for powers of two, by a `rule`."""
+class CodesAlone:
+    """A model whose `linears` of these names an engine loads as codes alone, beside other codes, by a `rule`. In
+    `blocks`: as blocks of FP8, under scales that it takes for powers of two."""
 
-    linear: str
+    linears: tuple[str, ...]
     rule: EngineRule
+    blocks: bool = False
 
     def concerns(self, name: str) -> bool:
         """Whether a weight is such a linear's."""
-        return name.endswith(f".{self.linear}.weight")
+        return name.endswith(tuple(f".{linear}.weight" for linear in self.linears))
 
     def other_scales(self, directory: QuantizedDirectory) -> Breaches:
         """Such linears under scales that are no powers of two."""
-        for name in filter(self.concerns, directory.scales):
+        for name in filter(self.concerns, directory.scales if self.blocks else ()):
             scales = directory.read(directory.scales[name].weight).float()
             if bool((torch.frexp(scales).mantissa != 0.5).any()):
                 yield name, "scales that are no powers of two"
