@@ -21,7 +21,7 @@ from precisionctl.engines.rules.fused_rules import FusedLinears
 from precisionctl.engines.rules.ignore_lists import in_time
 from precisionctl.engines.rules.joined_tensors import wrongly_joined
 from precisionctl.engines.rules.method_rules import MethodRules
-from precisionctl.engines.rules.model_rules import CodesAlone, ExpertDtype
+from precisionctl.engines.rules.model_rules import CodesAlone, ExpertDtype, InEveryLayer
 from precisionctl.engines.rules.required_keys import MissingKeys
 from precisionctl.engines.rules.rule import Demand, EngineRule, Finding, QuantizedDirectory, broken
 from precisionctl.engines.rules.serving_rules import Division, ShapeRules
@@ -80,7 +80,7 @@ class Engine:
     whatever the format. no_class: those that it is known to have no class for, by `model_type`; of others that have a
     table nothing is known. fixed: settings of models that it passes over. wrappers: those, by `model_type`, of whose
     text model it makes the class that it has for that alone. refused_heads: models, likewise, of which it loads no
-    output layer.
+    output layer. in_every_layer: those, likewise, of which it asks for a tensor that transformers has in some layers.
     loads_own_classes: whether it looks for tensors only under the names that the model's own class saves.
 
     demands: all further rules on a directory of codes. keys: the keys that config.json must have, which an export adds.
@@ -106,6 +106,7 @@ class Engine:
     fixed: Sequence[FixedSettings] = ()
     wrappers: Collection[str] = ()
     refused_heads: Mapping[str, EngineRule] = field(default_factory=dict)
+    in_every_layer: Mapping[str, InEveryLayer] = field(default_factory=dict)
     loads_own_classes: bool = False
 
     def formats(self, method: str) -> Sequence[str]:
@@ -184,6 +185,8 @@ class Engine:
                 always.append(Finding("config.json", what, rule))
         always += self.division.check_spread(specs, served)
         if method is None or not (coded or method.name in self.methods):
+            if (every := self.in_every_layer.get(str(config.get("model_type")))) and method is None:
+                always += [Finding(name, "no such tensor", every.rule) for name in every.lacking(specs)]
             return always  # values, perhaps beside a KV cache in FP8 by a method that there are no rules for
 
         quantization = method.read(config["quantization_config"])

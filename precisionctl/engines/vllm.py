@@ -41,7 +41,7 @@ from precisionctl.engines.rules.integer_rules import (
     zero_points_of,
 )
 from precisionctl.engines.rules.method_rules import MethodRules
-from precisionctl.engines.rules.model_rules import CodesAlone, ExpertDtype
+from precisionctl.engines.rules.model_rules import CodesAlone, ExpertDtype, InEveryLayer
 from precisionctl.engines.rules.required_keys import (
     ADDED,
     GLM5_NEXT,
@@ -175,6 +175,16 @@ ENGINE = Engine(
     fixed=PASSED_OVER,
     wrappers=WRAPPERS,
     refused_heads=REFUSED_HEADS,
+    in_every_layer={
+        "axk1": InEveryLayer(
+            "post_mlp_layernorm.weight",
+            EngineRule(
+                "it asks for this norm behind dense MLPs, too, where published files have it and nothing computes it: "
+                "one of ones will do",
+                "vLLM 0.33 models/AXK1.py, default_loader.py track_weights_loading; run",
+            ),
+        ),
+    },
     fused=FusedLinears(
         groups=(*FUSED, LATENT),
         all_or_none=EngineRule(

@@ -57,6 +57,27 @@ def test_what_vllm_makes_without_a_name_is_codes_beside_codes(tmp_path: Path, fa
     assert not [each for each in found if each.rule == rule]
 
 
+@pytest.mark.soak
+def test_a_norm_that_vllm_asks_for_in_every_layer_is_missed_in_bf16_alone(tmp_path: Path) -> None:
+    """Of a directory of values vLLM's loader insists on all parameters (default_loader.py, track_weights_loading);
+    tests/peers/test_vllm_families.py lets it load one without the norm."""
+    source, wanted = tmp_path / "source", "model.layers.0.post_mlp_layernorm.weight"
+    pico.save(source, "axk1", dtype=torch.bfloat16)
+
+    def missed(directory: Path) -> list[str]:
+        rule = engine_named("vllm").in_every_layer["axk1"].rule
+        return [each.where for each in check(open_checkpoint(directory), engine_named("vllm")) if each.rule == rule]
+
+    assert missed(source) == [wanted]
+    request = Request.export(source, tmp_path / "out", "vllm", "dynamic", keep_misfits=True)
+    conversions.carry_out(request, workers=1)
+    assert missed(tmp_path / "out") == []
+    tensors = load_file(source / "model.safetensors")
+    tensors[wanted] = torch.ones_like(tensors["model.norm.weight"])
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    assert missed(source) == []
+
+
 CASES = {
     "experts that INT4 would lose in BF16": (
         ("qwen3-moe", "transformers", "w4a16", {"moe_intermediate_size": 96}),

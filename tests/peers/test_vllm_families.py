@@ -24,7 +24,9 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
     **dict.fromkeys(("granite-hybrid", "falcon-h1", "jamba", "ernie4-5-moe", "cohere2-moe", "hunyuan-moe"), {}),
     **dict.fromkeys(("flex-olmo", "phimoe", "youtu", "kolibri1"), {}),
     **dict.fromkeys(("mellum", "mimo-v2-flash", "minimax-m2", "mistral4", "muse-glimmer", "nemotron-nas"), {}),
-    "minicpm3": dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 64),
+    "minicpm3": dict.fromkeys(
+        ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 64
+    ),
     "deepseek": {},
     "lfm2": {"tie_word_embeddings": True},  # vLLM knows no other
     "step3p5": {"swiglu_limits": [0.0, 0.0, 0.0, 7.0]},  # nor this
@@ -83,6 +85,8 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             made[f"{family} without {part}"] = root / f"{family}-without"
             exclude = (f"*.{part}",)
             any_models.export(root / family, root / f"{family}-without", target="sglang", exclude=exclude)
+        made["axk1"] = root / "axk1"
+        pico.save(made["axk1"], "axk1", dtype=torch.bfloat16)
         tiny_wrappers.save(root / "spark", "muse_spark", dtype=torch.bfloat16)
         made["muse_spark"] = root / "spark-fp8"
         any_models.export(root / "spark", made["muse_spark"], target="transformers", keep_misfits=True)
@@ -107,6 +111,11 @@ def test_vllm_keeps_no_linear_in_bf16_that_it_makes_without_a_name(exports: dict
     assert "given nothing for" in error and f"self_attn.{WITHOUT_NAMES[family]}.weight_scale" in error
     (linears,) = (alone.linears for kind, alone in engine_named("vllm").codes_alone.items() if kind == family)
     assert WITHOUT_NAMES[family] in linears
+
+
+def test_vllm_asks_for_a_norm_of_axk1_that_transformers_does_not_save(exports: dict[str, Path]) -> None:
+    error = out_of(exports["axk1"]).with_name("axk1.out.error").read_text()
+    assert "given nothing for ['model.layers.0.post_mlp_layernorm.weight']" in error
 
 
 def test_vllm_loads_no_codes_of_muse_spark_but_modelopts(exports: dict[str, Path]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,21 @@ class CodesAlone:
             scales = directory.read(directory.scales[name].weight).float()
             if bool((torch.frexp(scales).mantissa != 0.5).any()):
                 yield name, "scales that are no powers of two"
+
+
+@dataclass(frozen=True)
+class InEveryLayer:
+    """A model of which an engine asks for a tensor (`name`, behind the layer's) in every layer, by a `rule`. Beside
+    codes it does not insist."""
+
+    name: str
+    rule: EngineRule
+
+    def lacking(self, names: Collection[str]) -> Iterator[str]:
+        """The tensors of layers that none of these names is, of layers that have a norm of inputs."""
+        norm = ".input_layernorm.weight"
+        wanted = (f"{name.removesuffix(norm)}.{self.name}" for name in names if name.endswith(norm))
+        return (name for name in wanted if name not in names)
 
 
 @dataclass(frozen=True)
