@@ -120,7 +120,9 @@ def keys_of(args: Mapping[str, Any]) -> Mapping[str, object]:
     keys: dict[str, object] = {}
     for flag in (*kind, *LAYERS) if kind else ():  # the arguments of the other kind are there too, with their defaults
         value = args.get(flag.argument)
-        if value is None or (flag in LAYERS and args.get(FIRST_LAST.parameter) is not True):
+        if flag in LAYERS and value is None:
+            value = 1  # Megatron's default
+        if value is None or (flag in LAYERS and not args.get(FIRST_LAST.parameter)):
             continue
         if flag.words:
             value = flag.words.get(value) if isinstance(value, str) else None

@@ -12,7 +12,7 @@ from command_line import run
 from precisionctl.cli import main
 from precisionctl.errors import RecipeError
 from precisionctl.fp8.state import DelayedScaling
-from precisionctl.megatron_flags import FIRST_LAST, FLAGS, as_overrides, keys_of
+from precisionctl.megatron_flags import FIRST_LAST, FLAGS, LAYERS, as_overrides, keys_of
 from precisionctl.precision import PRESETS, BlockScaling, Precision
 from precisionctl.recipe import load_recipe
 from precisionctl.trainer import resume as trainer
@@ -117,6 +117,18 @@ def test_what_flags_make_of_a_recipe(given: dict[str, object], first_last: bool,
 def test_a_number_of_layers_without_the_switch_is_refused() -> None:
     with pytest.raises(RecipeError, match="--num-layers-at-end-in-bf16 has no effect without --first-last-layers-bf16"):
         as_overrides({"--num-layers-at-end-in-bf16": 2}, first_last=False)
+
+
+@pytest.mark.parametrize("switch", [True, 1])
+def test_layers_at_the_ends_are_as_many_as_megatron_s_defaults_where_arguments_give_no_number(switch: object) -> None:
+    config, start, end = source("core/transformer/transformer_config.py"), *(flag.argument for flag in LAYERS)
+    given: dict[str, object] = {"fp8": "e4m3", "fp8_recipe": "tensorwise", "first_last_layers_bf16": switch}
+    for name in (start, end):
+        (default,) = re.findall(rf"^    {name}: int = (\d+)$", config, re.MULTILINE)
+        assert keys_of(given)[f"precision.{name}"] == int(default)
+    assert re.search(r"if config\.first_last_layers_bf16 else 0", source("core/fp8_utils.py")), "any true value"
+    assert keys_of({**given, end: 0})[f"precision.{end}"] == 0
+    assert not {f"precision.{start}", f"precision.{end}"} & keys_of({**given, "first_last_layers_bf16": 0}).keys()
 
 
 def test_fp8_and_fp4_at_once_are_refused_as_by_megatron() -> None:
