@@ -149,3 +149,6 @@ PRESETS: Mapping[str, Precision] = {
     "mxfp8": Precision(fp8=True, scaling="mxfp8"),
     "nvfp4": Precision(fp8=True, scaling="nvfp4"),
 }
+
+EVERY_GEMM = PRESETS["fp8-delayed"]
+"""A precision that keeps no module in BF16, where that alone matters of it."""

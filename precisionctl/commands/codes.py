@@ -15,7 +15,6 @@ from precisionctl.commands.notes import (
     four_bit_notes,
     in_bf16_notes,
     input_scale_notes,
-    kept_notes,
     known_state_notes,
     rounded_notes,
     uncoded_tower_notes,
@@ -24,7 +23,7 @@ from precisionctl.commands.notes import (
 from precisionctl.commands.request import Request
 from precisionctl.commands.run_precision import precision_of_export
 from precisionctl.commands.source import Source
-from precisionctl.commands.source_notes import source_notes
+from precisionctl.commands.source_notes import kept_notes, source_notes
 from precisionctl.conversion.recoding import recoding_notes
 from precisionctl.engines.base import Engine
 from precisionctl.engines.rules.rule import Finding
@@ -79,7 +78,7 @@ class _EngineCodes:
 
     def result(self) -> Result:
         request, source, engine, known = self.request, self.source, self.engine, self.source.known
-        precision = precision_of_export(request.recipe, source.trained_in, source.plan.model)
+        precision, not_heeded = precision_of_export(request.recipe, source.trained_in, source.plan.model)
         asked = groups_asked_for(source.plan, request.include)
         jobs = fp8_jobs(source.plan, precision, asked)
         scheme, why = self._scheme(jobs)
@@ -104,7 +103,7 @@ class _EngineCodes:
         fixed = input_scale_notes(known.current, request.fp8_state, file_is_noted=True)
         read = (source.reader.path if request.iteration is not None else None) or request.source
         notes = [
-            *([f"Scheme {scheme}: {why}.", *source.run[1]] if why else ()),
+            *([f"Scheme {scheme}: {why}."] if why else ()),
             *(fixed if SCHEMES[scheme].fixed_inputs else ()),
             # of an export the choice of the scheme names outdated state; a conversion carries state along, used or not
             *(known.notes if request.target else known_state_notes(known, carried=True)),
@@ -115,7 +114,8 @@ class _EngineCodes:
             *kv_cache.of_no_cache(source.encodings, source.plan),
             *source_notes(source),
             *in_bf16_notes(source.reader, source.plan, precision, scheme, policy.refused),
-            *kept_notes(source.plan, precision, asked, recipe=request.recipe, options="--include or a --recipe"),
+            *kept_notes(source, jobs, options="--include PATTERN, or a --recipe"),
+            *not_heeded,
             *uncoded_tower_notes(plan),
             *rounded_notes(source.reader, plan),
             *(f"{engine.title} computes otherwise: {each.what}; {each.rule.text}." for each in self._passed_over(plan)),

@@ -3,7 +3,7 @@
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from precisionctl.checkpoints.base import Reader, packings_of
@@ -12,20 +12,16 @@ from precisionctl.codes.four_bit_loss import GAUSSIAN_DB
 from precisionctl.conversion.known_state import KnownState, origin, outdated_note
 from precisionctl.dtypes import DType
 from precisionctl.errors import shown
-from precisionctl.export.encode import fp8_jobs
 from precisionctl.export.input_scales import unreached_experts, why_too_small
 from precisionctl.fp8.carry import StateChange
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.state import IN_USE, Fp8States
 from precisionctl.param import Parallelism, is_slice
 from precisionctl.planning.plan import Job, Plan
-from precisionctl.precision import PRESETS, Precision
+from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import FOUR_BITS, Scheme
 from precisionctl.quant_methods.coded_weights import ngram_table
 from precisionctl.sizes import counted, size
-
-_ALL = PRESETS["fp8-delayed"]
-"""A precision in which every GEMM computes in FP8."""
 
 
 def lower_scheme_note(codes: str, scheme: str) -> str:
@@ -272,21 +268,6 @@ def uncoded_tower_notes(plan: Plan) -> Iterator[str]:
     """The note on a wrapper's towers, of an encoded plan in which they stay values."""
     if plan.model.wrapper and not (towers := plan.towers).codes:
         yield f"The towers stay values: {counted(len(towers.targets), 'tensor')}, {size(towers.nbytes)}."
-
-
-def kept_notes(
-    plan: Plan, precision: Precision, asked: Set[str] = frozenset(), *, recipe: Precision | None, options: str
-) -> Iterator[str]:
-    """The note on linears that stay in BF16 since the run that wrote the source kept them there (`precision`), and not
-    a `recipe` that was given. `asked` are groups of weights that become codes all the same, which `options` choose."""
-    if recipe is not None:
-        return
-    coded = {name for job in fp8_jobs(plan, precision, asked) for name in job.weights}
-    if kept := [name for job in fp8_jobs(plan, _ALL) for name in job.weights if name not in coded]:
-        yield (
-            f"{counted(len(kept), 'linear stays', 'linears stay')} in BF16, e.g. `{kept[0].removesuffix('.weight')}`: "
-            f"the run kept them there, or what is computed with them; {options} chooses."
-        )
 
 
 def in_bf16_notes(

@@ -19,7 +19,7 @@ from precisionctl.conversion.known_state import KnownState
 from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownArchitecture
 from precisionctl.megatron_flags import coded_words, keys_of
 from precisionctl.model.model_shape import ModelShape
-from precisionctl.precision import PRESETS, Precision
+from precisionctl.precision import EVERY_GEMM, PRESETS, Precision
 from precisionctl.recipe import flat, recipe_of
 
 _OF_ONE_RUN = ("precision.fp8", "precision.schedule")
@@ -71,14 +71,21 @@ def precision_of_recipe(recipe: Precision | None, model: ModelShape) -> Precisio
     return precision.of_layers(model.num_layers) if precision.counts_layers else precision
 
 
-def precision_of_export(recipe: Precision | None, run: Precision | None, model: ModelShape) -> Precision:
+def precision_of_export(
+    recipe: Precision | None, run: Precision | None, model: ModelShape
+) -> tuple[Precision, tuple[str, ...]]:
     """The precision that says which modules of an export stay in BF16: a given recipe, else that of the run that wrote
-    the source. Numbers of layers that another model has, as a run's say, are passed over."""
-    if recipe is None and run is not None:
-        ends = {key: getattr(run, key) for key in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")}
-        with suppress(RecipeError, UnknownArchitecture):
-            return precision_of_recipe(replace(PRESETS["fp8-delayed"], keep_bf16=run.keep_bf16, **ends), model)
-    return precision_of_recipe(recipe, model)
+    the source. And a note where the run's numbers of layers cannot be heeded: no layer is left for FP8, or no table
+    says which modules are layers."""
+    if recipe is not None or run is None:
+        return precision_of_recipe(recipe, model), ()
+    by_name = replace(EVERY_GEMM, keep_bf16=run.keep_bf16)
+    start, end = run.num_layers_at_start_in_bf16, run.num_layers_at_end_in_bf16
+    by_number = replace(by_name, num_layers_at_start_in_bf16=start, num_layers_at_end_in_bf16=end)
+    try:
+        return precision_of_recipe(by_number, model), ()
+    except (RecipeError, UnknownArchitecture) as error:
+        return by_name, (f"What the run says of its first and last layers is not heeded: {error.what}.",)
 
 
 def unknown_arguments(reader: Reader) -> tuple[str, ...]:

@@ -76,15 +76,25 @@ class Source:
         return filled_in(current, fixed) if current and fixed else current or fixed
 
     @cached_property
-    def run(self) -> tuple[RunPrecision | None, tuple[str, ...]]:
-        """The precision of the run that wrote the source, where that says it; and a note where it says it in words not
-        known here."""
+    def _run(self) -> tuple[RunPrecision | None, tuple[str, ...]]:
         return precision_if_known(self.reader)
+
+    @property
+    def run_precision(self) -> RunPrecision | None:
+        """The precision of the run that wrote the source, where that says it."""
+        run, _ = self._run
+        return run
+
+    @property
+    def unknown_precision(self) -> tuple[str, ...]:
+        """A note where the run says its precision in words not known here."""
+        _, notes = self._run
+        return notes
 
     @property
     def trained_in(self) -> Precision | None:
         """The FP8 or NVFP4 precision in which a run wrote the source, where that is known."""
-        run, _ = self.run
+        run = self.run_precision
         return run.precision if run and run.trained else None
 
     @property

@@ -1,6 +1,7 @@
 """Notes for the user on a source: what it is, what was guessed of it, and what of it stays behind."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from precisionctl.architectures.families import models_of_megatron_args, table_of
@@ -20,10 +21,13 @@ from precisionctl.checkpoints.run_reader import of_run
 from precisionctl.checkpoints.torch_dist.reader import recognise as recognise_torch_dist
 from precisionctl.commands.source import Source
 from precisionctl.errors import CheckpointError, PrecisionctlError, shown
+from precisionctl.export.encode import fp8_jobs
 from precisionctl.fp8 import sidecar
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.same_model import in_words
 from precisionctl.param import Layout
+from precisionctl.planning.plan import Job
+from precisionctl.precision import EVERY_GEMM
 from precisionctl.sizes import counted, size
 from precisionctl.untrusted.safe_files import has_file
 from precisionctl.untrusted.safe_json import parse_json
@@ -74,6 +78,29 @@ def source_notes(source: Source) -> Iterator[str]:
             "opens the result with trust_remote_code (vLLM, SGLang: --trust-remote-code) does."
         )
     yield from _missing_notes(reader, plan.to_layout, reference)
+
+
+def kept_notes(source: Source, jobs: Iterable[Job], *, options: str) -> Iterator[str]:
+    """Notes on what the run that wrote the source kept in BF16, or a recipe that was given in its place. The weights of
+    these `jobs` become codes; `options` encode others."""
+    plan, recipe = source.plan, source.request.recipe
+    every = fp8_jobs(plan, EVERY_GEMM)
+    if recipe is None:
+        yield from (f"{note} What it kept in BF16 may become codes." for note in source.unknown_precision)
+        coded = {name for job in jobs for name in job.weights}
+        if kept := [name for job in every for name in job.weights if name not in coded]:
+            yield (
+                f"{counted(len(kept), 'linear stays', 'linears stay')} in BF16, e.g. "
+                f"`{kept[0].removesuffix('.weight')}`: the run kept them there, or what is computed with them. "
+                f"To encode them: {options}."
+            )
+        return
+    for pattern in recipe.keep_bf16:
+        if every and not any(fnmatchcase(job.module, pattern) for job in plan.jobs):
+            yield (
+                f"keep_bf16 {shown(pattern)} names no module. Whole names are matched, and here these are such as "
+                f"`{every[0].module}`."
+            )
 
 
 def family_notes(reader: Reader, model: ModelShape, to: Layout, *, named: bool) -> Iterator[str]:

@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 
 from precisionctl.commands.build import Result
-from precisionctl.commands.notes import input_scale_notes, kept_notes, rounded_notes
+from precisionctl.commands.notes import input_scale_notes, rounded_notes
 from precisionctl.commands.request import OTHER_TARGETS, TE
 from precisionctl.commands.run_precision import precision_of_export
 from precisionctl.commands.source import Source
-from precisionctl.commands.source_notes import source_notes
+from precisionctl.commands.source_notes import kept_notes, source_notes
 from precisionctl.errors import MissingFp8State, PrecisionError, Unrecordable
 from precisionctl.export.encode import fp8_jobs
 from precisionctl.export.input_scales import OF_PREDICTION, input_amaxes
@@ -23,8 +23,7 @@ from precisionctl.export.model_card import Card, path_in_command
 from precisionctl.fp8.carry import amax_by_module, check_modules, from_other_experts
 from precisionctl.fp8.delayed_scaling import after_one_update
 from precisionctl.fp8.state import Fp8State, Fp8States
-from precisionctl.planning.plan import Plan, check_fp8_gemms
-from precisionctl.precision import Precision
+from precisionctl.planning.plan import Job, Plan, check_fp8_gemms
 
 
 def with_te_state(source: Source) -> Result:
@@ -40,12 +39,16 @@ def with_te_state(source: Source) -> Result:
             f"`load_te` makes text models, and this is a `{wrapper.model_type}` around one",
             do="Export it for an engine, or `resume` from the run itself.",
         )
-    states = _of_gemms(source)
+    precision, not_heeded = precision_of_export(request.recipe, source.trained_in, source.plan.model)
+    jobs = fp8_jobs(source.plan, precision)
+    check_fp8_gemms(source.plan, precision)
+    states = _of_gemms(source, jobs)
     notes = [
         *source.known.notes,
         *input_scale_notes(recorded, request.fp8_state, file_is_noted=True),
         *source_notes(source),
-        *kept_notes(source.plan, _precision(source), recipe=request.recipe, options="a --recipe"),
+        *kept_notes(source, jobs, options="a --recipe"),
+        *not_heeded,
         *rounded_notes(reader, source.plan),
         f"Load it with: precisionctl.te.load_te({json.dumps(str(request.destination))})",
     ]
@@ -65,18 +68,10 @@ def with_te_state(source: Source) -> Result:
     return Result(plan, notes, partial(_with_weight_scales, states, plan), live=True, card=card)
 
 
-def _precision(source: Source) -> Precision:
-    """The precision that says which modules stay in BF16."""
-    return precision_of_export(source.request.recipe, source.trained_in, source.plan.model)
-
-
-def _of_gemms(source: Source) -> Fp8States:
-    """The state of every module that the recipe computes in FP8. An expert that no token has reached gets the largest
-    amax of the others."""
+def _of_gemms(source: Source, jobs: Sequence[Job]) -> Fp8States:
+    """The state of the modules of these jobs, which compute in FP8. An expert that no token has reached gets the
+    largest amax of the others."""
     plan, states = source.plan, source.states
-    precision = _precision(source)
-    jobs = fp8_jobs(plan, precision)
-    check_fp8_gemms(plan, precision)
     try:
         input_amaxes(states, jobs, source.known.why_none)
     except Unrecordable as missing:

@@ -32,7 +32,6 @@ from precisionctl.commands.notes import (
 )
 from precisionctl.commands.run_precision import (
     RunPrecision,
-    precision_if_known,
     precision_of_recipe,
     precision_of_run,
     precision_to_continue,
@@ -215,7 +214,7 @@ def _stateless_before(source: Source) -> tuple[RunPrecision | None, tuple[str, .
         with _advised():
             before = precision_of_run(source.reader)
     else:
-        before, not_known = precision_if_known(source.reader)
+        before, not_known = source.run_precision, source.unknown_precision
     return (None if before is None or before.precision.keeps_state else before), not_known
 
 

@@ -14,10 +14,11 @@ from conversions import as_iteration, carry_out, change_args, run as convert
 from safetensors.torch import load_file
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.megatron.keys import RUN_FILE
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
-from precisionctl.commands.run_precision import precision_of_run
+from precisionctl.commands.run_precision import precision_of_export, precision_of_run
 from precisionctl.engines.base import engine_named
 from precisionctl.errors import MissingFp8State
 from precisionctl.fp8 import sidecar
@@ -245,8 +246,8 @@ def test_modules_that_the_run_kept_in_bf16_stay_there_unless_others_are_asked_fo
         assert linears & listed == stay
         return [note for note in command.notes if "stay in BF16" in note or "stays in BF16" in note]
 
-    said = "linears stay in BF16, e.g. `model.layers.1.{}`: the run kept them there, or what is computed with them; "
-    said += "--include or a --recipe chooses."
+    said = "linears stay in BF16, e.g. `model.layers.1.{}`: the run kept them there, or what is computed with them. "
+    said += "To encode them: --include PATTERN, or a --recipe."
     assert told(last) == [f"7 {said}".format(ATTENTION[0])]
     assert told(last, scheme="dynamic") == told(last)
     mlp = {f"model.layers.1.{name}.weight" for name in MLP}
@@ -256,8 +257,48 @@ def test_modules_that_the_run_kept_in_bf16_stay_there_unless_others_are_asked_fo
     assert told(last, include=("*.up_proj",), exclude=("*.layers.1.*",)) == [], "which says so itself"
     assert told(set(), recipe=PRESETS["nvfp4"]) == []
     assert told(last, recipe=replace(PRESETS["nvfp4"], num_layers_at_end_in_bf16=1)) == []
-    change_args(source / "iter_0000003", num_layers_at_end_in_bf16=99)  # of another model
-    assert told(set()) == []
+
+
+def test_where_a_run_kept_every_layer_in_bf16_an_export_does_not_and_says_so(place: Path, tmp_path: Path) -> None:
+    """Megatron takes such numbers. What a run of ours keeps by name stays all the same."""
+    source = of_run(place, tmp_path / "run", **BLOCK, first_last_layers_bf16=True)
+    command = plan_command(Request.export(source, tmp_path / "out", "vllm", "dynamic"))
+    assert len(command.plan.codes) == 2 * 7
+    said = "What the run says of its first and last layers is not heeded: the first 1 and the last 1 layers in BF16 "
+    assert f"{said}leave none of 2 for FP8." in command.notes
+    by_name = replace(PRESETS["fp8-block"], keep_bf16=("*.linear_proj",), num_layers_at_end_in_bf16=2)
+    precision, notes = precision_of_export(None, by_name, command.plan.model)
+    assert precision.keep_bf16 == ("*.linear_proj",) and len(notes) == 1
+
+
+@pytest.mark.parametrize("how", ["a scheme", "te", "convert"])
+@pytest.mark.parametrize("damage", ["other words", "{", "[]", "[" * 100_000], ids=lambda damage: damage[:11])
+def test_an_export_says_that_it_does_not_know_what_the_run_kept_in_bf16(
+    place: Path, tmp_path: Path, how: str, damage: str
+) -> None:
+    source = of_run(place, tmp_path / "run", **({"fp8": "hybrid", "fp8_recipe": "custom"} | LAST))
+    if damage != "other words":
+        file = source / "iter_0000003" / RUN_FILE
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(damage)
+    request = {
+        "a scheme": Request.export(source, tmp_path / "out", "vllm", "dynamic"),
+        "te": Request.export(source, tmp_path / "out", "te", fp8_state=place / "state"),
+        "convert": Request(source, tmp_path / "out", "hf", "fp8", fp8_state=place / "state"),
+    }[how]
+    notes = [note for note in plan_command(request).notes if note.endswith(". What it kept in BF16 may become codes.")]
+    assert len(notes) == 1 and notes[0].startswith("What precision the run was in is not known: ")
+
+
+@pytest.mark.parametrize("pattern", ["model.layers.0.*", "*.q_proj", "*.layers.99.*", ""])
+@pytest.mark.parametrize("target", ["vllm", "te"])
+def test_a_recipe_that_keeps_no_module_in_bf16_is_noted(place: Path, tmp_path: Path, pattern: str, target: str) -> None:
+    said = f"keep_bf16 {pattern!r} names no module. Whole names are matched, and here these are such as "
+    said += "`decoder.layers.0.self_attention.linear_qkv`."
+    recipe = replace(PRESETS["fp8-delayed"], keep_bf16=("*.linear_fc2", pattern))
+    options = {"recipe": recipe, "fp8_state": place / "state"}
+    notes = plan_command(Request.export(place / "hf", tmp_path / "out", target, **options)).notes
+    assert [note for note in notes if note.startswith("keep_bf16")] == [said]
 
 
 @pytest.mark.parametrize("target", ["vllm", "te"])
