@@ -478,7 +478,8 @@ def test_a_dry_run_counts_the_text_model_that_trains_and_says_how_much_is_kept_b
 def test_a_run_trains_the_text_keeps_the_towers_and_its_result_is_loaded_and_exported(
     kind: str, tmp_path: Path
 ) -> None:
-    theirs = tiny_wrappers.save(tmp_path / "source", kind, dtype=torch.bfloat16)
+    taken = {"max_window_layers": 2} if kind == "qwen2_5_vl" else {}  # vLLM takes no windows in some layers alone
+    theirs = tiny_wrappers.save(tmp_path / "source", kind, dtype=torch.bfloat16, **taken)
     data = make_text(tmp_path / "text.txt")
     run_with_kills(settings(tmp_path / "source", data, tmp_path / "run", "fp8", train__steps=4), {3})
     run(tmp_path / "run", tmp_path / "back", "hf")

@@ -97,7 +97,7 @@ def test_engines_get_blocks_and_a_config_that_says_so_of_the_experts(tmp_path: P
         with pytest.raises(PrecisionError, match="values, and no codes.*wo_a"):
             export(tmp_path / source, tmp_path / "other", "block", target, exclude=("*.wo_a",))
     if rate == 128:  # without a table what does not fit stays as it is
-        with pytest.raises(PrecisionError, match="on each of 2 GPUs.*`export-inference` has --keep-misfits"):
+        with pytest.raises(PrecisionError, match="on each of 2 GPUs.*`export-inference` has --tp 1, under"):
             export(tmp_path / "source", tmp_path / "other", "block", target, ranks=2)  # no other scheme is taken
     export(tmp_path / "source", tmp_path / "for transformers", "dynamic", "transformers")
     assert any("deepseek_v4 with dynamic" in found.what for found in fatal(tmp_path / "for transformers", target))

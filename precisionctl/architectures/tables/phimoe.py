@@ -92,6 +92,7 @@ ARCHITECTURE = Architecture(
         keys.Rule((*KEYS, *_MSCALES), _read_rope, _write_rope),
         sliding_window(everywhere, listed=False),
         keys.Only("tie_word_embeddings", False, "tied_embeddings", False),
+        keys.TWO_CLASSES,
     ),
     aliases=(),
     names_by="this project",
