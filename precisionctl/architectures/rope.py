@@ -345,8 +345,3 @@ def _scaling(kind: object, rope: dict[str, Any], config: Config) -> dict[str, An
         if not is_on(rope, _TRUNCATE, True):
             scaling[_TRUNCATE] = False
     return scaling
-
-
-def yarn_mscale(factor: float, mscale: float) -> float:
-    """How much larger YaRN makes queries and keys where the context is `factor` times as long (DeepSeek's name)."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1

@@ -1,6 +1,7 @@
 """What some models have beside plain attention and MLPs: experts, latent attention, other attention without a window,
 several residual streams, embeddings of n-grams, a wrapper of images or sound; and what is a size."""
 
+import math
 from dataclasses import dataclass, fields
 from functools import cache
 from math import isqrt
@@ -39,6 +40,11 @@ def part_of_head(value: object, name: str) -> float:
     if real(value, name) > 1:
         raise DamagedCheckpoint(f"{name} is {shown(value)}, more than a whole head")
     return float(value)  # type: ignore[arg-type]
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """How much larger YaRN makes queries and keys where the context is `factor` times as long (DeepSeek's name)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1
 
 
 def check_negative(value: object, name: str) -> None:

@@ -49,6 +49,12 @@ TAKEN_OTHERWISE: Mapping[str, dict[str, Any]] = {
     "deepseek-v2": VLLM["deepseek-v2"]
     | {"rope_parameters": pico.YARN_ROPE | {"attention_factor": 1.5, "truncate": False}},
     "deepseek-v3": VLLM["deepseek-v3"] | {"rope_parameters": pico.LLAMA3_ROPE},
+    "deepseek-v3 with a factor of 1": VLLM["deepseek-v3"]
+    | {"rope_parameters": pico.YARN_ROPE | {"attention_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    "deepseek-v3 with a factor of 1 alone": VLLM["deepseek-v3"]
+    | {"rope_parameters": pico.YARN_ROPE | {"attention_factor": 1.0}},
+    "deepseek-v3 with one magnitude": VLLM["deepseek-v3"]
+    | {"rope_parameters": pico.YARN_ROPE | {"mscale_all_dim": 0.7}},
     "glm4-moe-lite": VLLM["glm4-moe-lite"] | {"rope_parameters": pico.LLAMA3_ROPE},
     "mimo-v2-flash": WIDE
     | {
@@ -59,7 +65,7 @@ TAKEN_OTHERWISE: Mapping[str, dict[str, Any]] = {
         },
     },
 }
-"""Settings that vLLM passes over."""
+"""Settings that vLLM passes over, by family, and behind it what is said, if the family has several cases."""
 HEADS = ("glm4-moe", "deepseek-v3", "afmoe")
 """Families of which it makes a head of its own."""
 
@@ -99,7 +105,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of the directories, each with what vLLM computed beside it."""
     root = tmp_path_factory.mktemp("vllm")
     tied = {f"{family}-tied": (family, VLLM[family] | {"tie_word_embeddings": True}) for family in HEADS}
-    otherwise = {f"{family}-otherwise": (family, changes) for family, changes in TAKEN_OTHERWISE.items()}
+    otherwise = {f"{name}-otherwise": (name.partition(" ")[0], changes) for name, changes in TAKEN_OTHERWISE.items()}
     cases = {family: (family, changes) for family, changes in VLLM.items()} | tied | otherwise
     for name, (family, changes) in cases.items():
         make(root / name, family, **changes)
@@ -112,15 +118,15 @@ def test_vllm_computes_the_logits_of_a_family(served: Path, family: str) -> None
     assert off_by(served / family, served / family) < 1e-5
 
 
-@pytest.mark.parametrize("family", TAKEN_OTHERWISE)
-def test_vllm_takes_a_setting_for_what_the_rule_says(served: Path, family: str) -> None:
-    directory = served / f"{family}-otherwise"
+@pytest.mark.parametrize("name", TAKEN_OTHERWISE)
+def test_vllm_takes_a_setting_for_what_the_rule_says(served: Path, name: str) -> None:
+    directory = served / f"{name}-otherwise"
     assert off_by(directory, directory) > 1e-3
     config = json.loads((directory / "config.json").read_text())
     taken = {key: value for settings in ENGINE.fixed for key, value in settings.taken(config)}
     if taken.get("sliding_window") == 0:  # none, to vLLM, and not to transformers
         taken["sliding_window"] = None
-    as_taken = served / f"{family}-as-taken"
+    as_taken = served / f"{name}-as-taken"
     as_taken.mkdir()
     (as_taken / "config.json").write_text(json.dumps(config | taken))
     tensors = load_file(directory / "model.safetensors")

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from precisionctl.architectures.config_keys import NEEDED, Fields
-from precisionctl.architectures.rope import yarn_mscale
 from precisionctl.checkpoints.gguf.metadata import Described, shortest
 from precisionctl.checkpoints.gguf.metadata_keys import GgufEntry, Said, SameAs, head_size, number, write_only
 from precisionctl.errors import UnknownArchitecture, shown
+from precisionctl.model.model_parts import yarn_mscale
 from precisionctl.model.model_shape import ModelShape
 
 ORIGINAL = "original_max_position_embeddings"

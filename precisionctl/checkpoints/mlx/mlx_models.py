@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from math import isclose
 from typing import Any
 
-from precisionctl.architectures.rope import yarn_mscale
 from precisionctl.checkpoints.mlx.mlx_config import (
     DELTA_NETS_BUT_EACH,
     DENSE_FIRST,
@@ -17,6 +16,7 @@ from precisionctl.checkpoints.mlx.mlx_config import (
 from precisionctl.checkpoints.mlx.mlx_names import RENAMED, WRAPPED, is_known
 from precisionctl.dtypes import DType
 from precisionctl.errors import UnknownArchitecture, shown
+from precisionctl.model.model_parts import yarn_mscale
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.text_config import text_part
 from precisionctl.model.untabled_model import UntabledModel

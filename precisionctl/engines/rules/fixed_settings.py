@@ -9,6 +9,7 @@ from typing import Any
 
 from precisionctl.engines.rules.rule import EngineRule, Finding
 from precisionctl.errors import shown
+from precisionctl.model.model_parts import yarn_mscale
 
 
 @dataclass(frozen=True)
@@ -86,18 +87,43 @@ def longrope_by_contexts(key: str) -> Callable[[Mapping[str, Any]], object]:
 
 
 def yarn_of_deepseek(key: str) -> Callable[[Mapping[str, Any]], object]:
-    """DeepSeek's YaRN in the place of a scaling under a key, where that is another one or has options that are not
-    DeepSeek's. A factor of attention of 1 is known to it, as Mistral's."""
+    """DeepSeek's YaRN in the place of a scaling under a key, where transformers computes otherwise: another kind, one
+    that does not round the channels between which it blends, or other magnitudes of what turns and of scores. To an
+    `attention_factor` of 1 scores have none; of what turns it says nothing."""
 
     def taken(config: Mapping[str, Any]) -> object:
         rope = config.get(key)
         if not isinstance(rope, Mapping) or _kind(rope) in (None, "default"):
             return None
-        usual = {"truncate": True, "attention_factor": 1}
-        known = {name: value for name, value in rope.items() if value is None or value == usual.get(name, value)}
-        return {**known, "rope_type" if "rope_type" in rope else "type": "yarn"}
+        factor, in_scores = _number(rope, "factor"), _number(rope, "mscale_all_dim")
+        turned = yarn_mscale(factor, _number(rope, "mscale", 1.0)) / yarn_mscale(factor, in_scores)
+        if rope.get("attention_factor") == 1:
+            in_scores = 0.0
+        made = {name: value for name, value in rope.items() if name not in _OF_YARN}
+        made |= {"rope_type" if "rope_type" in rope else "type": "yarn", "attention_factor": turned}
+        made |= {"mscale_all_dim": in_scores} if in_scores else {}
+        is_rounded = _kind(rope) == "yarn" and rope.get("truncate", True)
+        is_the_same = is_rounded and all(map(math.isclose, _yarn_magnitudes(rope), _yarn_magnitudes(made)))
+        return None if is_the_same else made
 
     return taken
+
+
+_OF_YARN = ("truncate", "attention_factor", "mscale", "mscale_all_dim")
+
+
+def _yarn_magnitudes(rope: Mapping[str, Any]) -> tuple[float, float]:
+    """By how much transformers multiplies what turns, and scores (5.24, modeling_rope_utils.py
+    _compute_yarn_parameters, modeling_deepseek_v3.py yarn_apply_mscale)."""
+    factor, mscale, in_scores = (_number(rope, name) for name in ("factor", "mscale", "mscale_all_dim"))
+    of_both = (mscale, in_scores) if mscale and in_scores else (1.0, 0.0)
+    usual = yarn_mscale(factor, of_both[0]) / yarn_mscale(factor, of_both[1])
+    return _number(rope, "attention_factor", usual), yarn_mscale(factor, in_scores) ** 2
+
+
+def _number(rope: Mapping[str, Any], name: str, absent: float = 0.0) -> float:
+    value = rope.get(name)
+    return float(value) if isinstance(value, int | float) and 0 <= value < 1e30 else absent
 
 
 def _kind(rope: Mapping[str, Any]) -> object:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from precisionctl.architectures.rope import yarn_mscale
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
+from precisionctl.model.model_parts import yarn_mscale
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.trainer.model.kernels import kernels_for
 from precisionctl.trainer.sequences import Positions

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from precisionctl.architectures.rope import yarn_mscale
-from precisionctl.model.model_parts import MLA
+from precisionctl.model.model_parts import MLA, yarn_mscale
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.sparse_parts import DSA
 from precisionctl.trainer.backends.base import Backend, column_linear, norm_of
