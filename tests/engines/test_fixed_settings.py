@@ -135,7 +135,9 @@ def test_the_factor_of_longropes_paper_is_not() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"])
+@pytest.mark.parametrize(
+    "model_type", ["axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2"]
+)
 def test_what_is_not_deepseeks_yarn_is_found(model_type: str, said: dict[str, Any], is_found: bool) -> None:
     config = {"model_type": model_type, "rope_parameters": {"factor": 4.0} | said}
     assert len(VLLM.passed_over(config)) == is_found

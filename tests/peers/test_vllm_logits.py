@@ -55,7 +55,7 @@ TAKEN_OTHERWISE: Mapping[str, dict[str, Any]] = {
     | {"rope_parameters": pico.YARN_ROPE | {"attention_factor": 1.0}},
     "deepseek-v3 with one magnitude": VLLM["deepseek-v3"]
     | {"rope_parameters": pico.YARN_ROPE | {"mscale_all_dim": 0.7}},
-    "glm4-moe-lite": VLLM["glm4-moe-lite"] | {"rope_parameters": pico.LLAMA3_ROPE},
+    **{family: VLLM[family] | {"rope_parameters": pico.LLAMA3_ROPE} for family in ("axk1", "glm4-moe-lite")},
     "mimo-v2-flash": WIDE
     | {
         "v_head_dim": 64,

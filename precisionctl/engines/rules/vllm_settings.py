@@ -78,12 +78,13 @@ PASSED_OVER = (
         ),
     ),
     FixedSettings(
-        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"),
+        ("axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2"),
         {key: yarn_of_deepseek(key) for key in _ROPE},
         EngineRule(
             "it takes any scaling for DeepSeek's YaRN, which rounds the channels between which it blends, makes its "
             "attention_factor of mscale and mscale_all_dim, and takes an attention_factor of 1 for scores without one",
-            "vLLM 0.33 models/deepseek_v2.py DeepseekV2MLAAttention; run",
+            "vLLM 0.33 models/deepseek_v2.py DeepseekV2MLAAttention, AXK1.py, models/deepseek_v32/attention.py; run but "
+            "for the last",
         ),
     ),
     FixedSettings(
