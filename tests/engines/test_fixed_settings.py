@@ -102,7 +102,15 @@ CONTEXTS = {"max_position_embeddings": 131072, "original_max_position_embeddings
 
 @pytest.mark.parametrize(
     ("said", "is_found"),
-    [({}, False), ({"attention_factor": 1.5}, True), ({"attention_factor": None}, False), ({"type": "linear"}, False)],
+    [
+        ({}, False),
+        ({"attention_factor": 1.5}, True),
+        ({"attention_factor": None}, False),
+        ({"factor": 32.0}, False),
+        ({"factor": 4.0}, True),
+        ({"factor": 4.0, "attention_factor": (17 / 12) ** 0.5}, False),
+        ({"type": "linear"}, False),
+    ],
 )
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
 def test_a_factor_of_attention_of_longrope_is_found(key: str, said: dict[str, Any], is_found: bool) -> None:

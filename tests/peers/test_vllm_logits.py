@@ -46,6 +46,8 @@ TAKEN_OTHERWISE: Mapping[str, dict[str, Any]] = {
     "exaone4": WIDE | {"layer_types": ["full_attention"] * 4},
     "phi3-long": VLLM["phi3-long"]
     | {"rope_parameters": VLLM["phi3-long"]["rope_parameters"] | {"attention_factor": 1.5}},
+    "phi3-long with a factor": VLLM["phi3-long"]
+    | {"rope_parameters": VLLM["phi3-long"]["rope_parameters"] | {"factor": 1000.0}},
     "deepseek-v2": VLLM["deepseek-v2"]
     | {"rope_parameters": pico.YARN_ROPE | {"attention_factor": 1.5, "truncate": False}},
     "deepseek-v3": VLLM["deepseek-v3"] | {"rope_parameters": pico.LLAMA3_ROPE},

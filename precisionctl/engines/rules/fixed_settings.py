@@ -68,20 +68,23 @@ def one_share_of_heads(config: Mapping[str, Any]) -> object:
 
 def longrope_by_contexts(key: str) -> Callable[[Mapping[str, Any]], object]:
     """longrope under a key with the factor of attention that its paper has for a context so much longer, where another
-    one is said."""
+    one is said, or another `factor`, of which transformers makes it."""
 
     def taken(config: Mapping[str, Any]) -> object:
         rope = config.get(key)
-        if not isinstance(rope, Mapping) or _kind(rope) != "longrope" or rope.get("attention_factor") is None:
+        if not isinstance(rope, Mapping) or _kind(rope) != "longrope":
             return None
         name = "original_max_position_embeddings"
         before, now = config.get(name, rope.get(name)), config.get("max_position_embeddings")
         if type(before) is not int or type(now) is not int or before < 2:
             return None
-        factor = math.sqrt(1 + math.log(max(now / before, 1)) / math.log(before))
-        said = rope["attention_factor"]
-        is_the_same = isinstance(said, int | float) and math.isclose(said, factor, rel_tol=1e-6)
-        return None if is_the_same else {**rope, "attention_factor": factor}
+
+        def of_attention(factor: float) -> float:
+            return math.sqrt(1 + math.log(max(factor, 1)) / math.log(before))
+
+        by_contexts = of_attention(now / before)
+        said = _number(rope, "attention_factor", of_attention(_number(rope, "factor", now / before)))
+        return None if math.isclose(said, by_contexts, rel_tol=1e-6) else {**rope, "attention_factor": by_contexts}
 
     return taken
 

@@ -73,7 +73,7 @@ PASSED_OVER = (
         ("llama", "minicpm3", "phi3"),
         {key: longrope_by_contexts(key) for key in _ROPE},
         EngineRule(
-            "of longrope it makes the attention_factor of the two contexts, whatever is said",
+            "of longrope it makes the attention_factor of the two contexts, whatever is said of it or of the factor",
             "vLLM 0.33 layers/rotary_embedding/phi3_long_rope_scaled_rope.py; run",
         ),
     ),
@@ -83,8 +83,8 @@ PASSED_OVER = (
         EngineRule(
             "it takes any scaling for DeepSeek's YaRN, which rounds the channels between which it blends, makes its "
             "attention_factor of mscale and mscale_all_dim, and takes an attention_factor of 1 for scores without one",
-            "vLLM 0.33 models/deepseek_v2.py DeepseekV2MLAAttention, AXK1.py, models/deepseek_v32/attention.py; run but "
-            "for the last",
+            "vLLM 0.33 models/deepseek_v2.py DeepseekV2MLAAttention, AXK1.py, models/deepseek_v32/attention.py; run, "
+            "but the last",
         ),
     ),
     FixedSettings(
