@@ -1,6 +1,5 @@
 """Rotary embeddings in config.json: their base, the share of a head that turns, and how they are scaled."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
