@@ -26,7 +26,6 @@ from precisionctl.commands.source import Source
 from precisionctl.commands.source_notes import kept_notes, source_notes
 from precisionctl.conversion.recoding import recoding_notes
 from precisionctl.engines.base import Engine
-from precisionctl.engines.rules.rule import Finding
 from precisionctl.engines.serving import ServingLayout
 from precisionctl.errors import PrecisionError, RecipeError
 from precisionctl.export import kv_cache
@@ -96,10 +95,7 @@ class _EngineCodes:
             plan = encoded
             cache_notes = [*kv_cache.left_out(source.encodings, source.plan)]
 
-        if found := engine.without_class(self._config):
-            serve = f"{engine.title} does not serve it: it has no class for {found[0].what} ({found[0].rule.source})."
-        else:
-            serve = f"Serve it with: {self._serve(request.destination)}"
+        unserved = self._unserved(plan)
         fixed = input_scale_notes(known.current, request.fp8_state, file_is_noted=True)
         read = (source.reader.path if request.iteration is not None else None) or request.source
         notes = [
@@ -118,8 +114,11 @@ class _EngineCodes:
             *not_heeded,
             *uncoded_tower_notes(plan),
             *rounded_notes(source.reader, plan),
-            *(f"{engine.title} computes otherwise: {each.what}; {each.rule.text}." for each in self._passed_over(plan)),
-            serve,
+            *(
+                f"{engine.title} computes otherwise: {each.what}; {each.rule.text}."
+                for each in engine.passed_over(self._whole_config, plan.targets)
+            ),
+            *(unserved or [f"Serve it with: {self._serve(request.destination)}"]),
         ]
         states = None if request.target else known.current or known.outdated
         card = self._card(plan, form)
@@ -314,12 +313,19 @@ class _EngineCodes:
         )
         return config
 
-    def _passed_over(self, plan: Plan) -> list[Finding]:
-        """The settings of the result's config.json that the engine passes over."""
+    def _unserved(self, plan: Plan) -> list[str]:
+        """Why the engine does not load the result, in notes; none where it is not known to."""
+        engine = self.engine
+        if found := engine.without_class(self._config):
+            return [f"{engine.title} does not serve it: it has no class for {found[0].what} ({found[0].rule.source})."]
+        refused = engine.refused(self._whole_config, plan.targets)
+        return [f"{engine.title} does not load it: {each.what}; {each.rule.text}." for each in refused]
+
+    @cached_property
+    def _whole_config(self) -> Mapping[str, Any]:
+        """The result's config.json; empty where nothing says it."""
         config, model = self._stored_config, self.source.plan.model
-        if not config and not isinstance(model, UntabledModel):
-            config = to_hf_config(model, "bfloat16")
-        return self.engine.passed_over(config, plan.targets)
+        return config if config or isinstance(model, UntabledModel) else to_hf_config(model, "bfloat16")
 
     @cached_property
     def _config(self) -> Mapping[str, Any]:
@@ -352,7 +358,7 @@ class _EngineCodes:
         if code:
             facts["code of its own"] = f"{', '.join(code)}: the engine needs to be told to trust it"
         name = request.destination.name
-        command = "" if engine.without_class(self._config) else self._serve(path_in_command(name))
+        command = "" if self._unserved(plan) else self._serve(path_in_command(name))
         kept = modules_in_bf16(source.plan, set(plan.codes))
         return Card(
             name,

@@ -78,9 +78,9 @@ class Engine:
     which it loads some linears as codes alone. mxfp4_experts: those whose experts may be MXFP4 beside blocks of FP8,
     and what of config.json says that they are (None: their tensors do). no_codes: those of which it computes no codes,
     whatever the format. no_class: those that it is known to have no class for, by `model_type`; of others that have a
-    table nothing is known. fixed: settings of models that it passes over. wrappers: those, by `model_type`, of whose
-    text model it makes the class that it has for that alone. refused_heads: models, likewise, of which it loads no
-    output layer. in_every_layer: those, likewise, of which it asks for a tensor that transformers has in some layers.
+    table nothing is known. fixed: settings of models that it passes over or refuses. wrappers: those, by `model_type`,
+    of whose text model it makes the class that it has for that alone. in_every_layer: models, likewise, of which it
+    asks for a tensor that transformers has in some layers.
     loads_own_classes: whether it looks for tensors only under the names that the model's own class saves.
 
     demands: all further rules on a directory of codes. keys: the keys that config.json must have, which an export adds.
@@ -105,7 +105,6 @@ class Engine:
     no_class: Mapping[str, NoClass] = field(default_factory=dict)
     fixed: Sequence[FixedSettings] = ()
     wrappers: Collection[str] = ()
-    refused_heads: Mapping[str, EngineRule] = field(default_factory=dict)
     in_every_layer: Mapping[str, InEveryLayer] = field(default_factory=dict)
     loads_own_classes: bool = False
 
@@ -136,14 +135,18 @@ class Engine:
     def passed_over(self, config: Mapping[str, Any], stored: Collection[str] | None = None) -> list[Finding]:
         """The settings of a model that the engine is known to pass over, as findings; `stored` are the names of the
         directory's tensors, where there is one."""
+        return self._fixed(config, stored, refused=False)
+
+    def refused(self, config: Mapping[str, Any], stored: Collection[str] | None = None) -> list[Finding]:
+        """What the engine is known to refuse in a model, likewise."""
+        return self._fixed(config, stored, refused=True)
+
+    def _fixed(self, config: Mapping[str, Any], stored: Collection[str] | None, *, refused: bool) -> list[Finding]:
         if str(config.get("model_type")) in self.wrappers:
             of_the_whole = {key: config[key] for key in _TIES if key in config}
             config = {**served_config(config), **of_the_whole}
-        found = [each for settings in self.fixed for each in settings.check(config, stored)]
-        if rule := self.refused_heads.get(str(config.get("model_type"))):
-            heads = (name for name in stored or () if name.endswith("lm_head.weight"))
-            found += [Finding(head, "an output layer", rule) for head in heads]
-        return found
+        settings = (each for each in self.fixed if each.refused == refused)
+        return [found for each in settings for found in each.check(config, stored)]
 
     def check(
         self,
@@ -177,7 +180,7 @@ class Engine:
             name: weight.spec for name, weight in coded.items()
         }
 
-        always = [*self.without_class(config), *self.passed_over(config, specs)]
+        always = [*self.without_class(config), *self.refused(config, specs), *self.passed_over(config, specs)]
         text = _of_text(config)
         for missing, rule in self.keys.items():
             for key in missing(text):

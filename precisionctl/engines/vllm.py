@@ -57,7 +57,7 @@ from precisionctl.engines.rules.required_keys import (
 )
 from precisionctl.engines.rules.rule import EngineRule
 from precisionctl.engines.rules.serving_rules import Division, RowsMoved, ShapeRules
-from precisionctl.engines.rules.vllm_settings import PASSED_OVER, REFUSED_HEADS, WRAPPERS
+from precisionctl.engines.rules.vllm_settings import FIXED, WRAPPERS
 from precisionctl.engines.serving import FUSED, LATENT
 
 _UNQUANTIZED = Unquantized(ROUTERS_AND_GATES, ("qwen3_moe", "qwen3_vl_moe_text", "lfm2_moe", "k2_horizon"))
@@ -172,9 +172,8 @@ ENGINE = Engine(
             ),
         ),
     },
-    fixed=PASSED_OVER,
+    fixed=FIXED,
     wrappers=WRAPPERS,
-    refused_heads=REFUSED_HEADS,
     in_every_layer={
         "axk1": InEveryLayer(
             "post_mlp_layernorm.weight",

@@ -81,7 +81,7 @@ class Card:
         if self.command:
             yield from (f"{what} In the directory above this one:", "", "```", self.command, "```")
         else:
-            yield f"{what} {self.title} has no class for it."
+            yield f"{what} {self.title} does not load it."
         yield from ("", "| | |", "|---|---|")
         yield from (f"| {name} | {_plain(value)} |" for name, value in self.facts.items())
         nbytes = sum(file.stat().st_size for file in reader.files)

@@ -47,7 +47,7 @@ def test_no_command_is_told_to_serve_them(tmp_path: Path) -> None:
     pico.save(tmp_path / "hf", "kimi-k3", dtype=torch.bfloat16)
     said = export(tmp_path / "hf", tmp_path / "out", "transformers")
     assert "transformers does not serve it: it has no class for a kimi_k3_text" in said and "Serve it with" not in said
-    assert "has no class for it" in (tmp_path / "out" / "README.md").read_text()
+    assert "does not load it" in (tmp_path / "out" / "README.md").read_text()
     for directory in ("hf", "out"):
         told = command_line.run("verify", tmp_path / directory, "--target", "transformers", "--json")
         assert told.exit_code == 1

@@ -1,4 +1,4 @@
-"""Settings that vLLM passes over: what it takes for them is seen in logits (tests/peers/test_vllm_logits.py)."""
+"""Settings that vLLM refuses or passes over; logits show what it takes instead (tests/peers/test_vllm_logits.py)."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ WINDOWS = ["sliding_attention", "full_attention"]
 
 @pytest.mark.parametrize("published", PUBLISHED, ids=lambda each: each["repository"])
 def test_published_models_have_the_settings_that_vllms_classes_were_written_for(published: dict[str, Any]) -> None:
-    found = VLLM.passed_over(published["config"])
+    found = VLLM.refused(published["config"]) + VLLM.passed_over(published["config"])
     one_token = ["sliding_window is 4096, and taken for 4097"]
     assert [each.what for each in found] == (one_token if published["config"]["model_type"] == "cohere2" else [])
     assert not any(each.rule.fatal for each in found)
@@ -89,11 +89,12 @@ def test_windows_in_some_layers_are_found_where_the_class_in_transformers_has_th
     said = {"num_hidden_layers": layers, "use_sliding_window": on, "sliding_window": 16}
     said |= {} if first is None else {"max_window_layers": first}
     kinds = AutoConfig.for_model(model_type, **said).layer_types
-    whats = [each.what for each in VLLM.passed_over({"model_type": model_type, **said})]
-    assert whats == (["use_sliding_window is True, and taken for False"] if len({*kinds}) == 2 else [])
-    listed = VLLM.passed_over({"model_type": model_type, **said, "layer_types": kinds})
+    find, instead = (VLLM.passed_over, ", and taken for False") if model_type == "qwen2_moe" else (VLLM.refused, "")
+    whats = [each.what for each in find({"model_type": model_type, **said})]
+    assert whats == ([f"use_sliding_window is True{instead}"] if len({*kinds}) == 2 else [])
+    listed = find({"model_type": model_type, **said, "layer_types": kinds})
     assert len(listed) == len(whats)
-    assert not VLLM.passed_over({"model_type": model_type, **said, "sliding_window": None})
+    assert not find({"model_type": model_type, **said, "sliding_window": None})
 
 
 LONG = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
@@ -153,13 +154,30 @@ def test_what_is_not_deepseeks_yarn_is_found(model_type: str, said: dict[str, An
 
 def test_a_stored_head_of_gemma_2_is_refused_tied_or_not(tmp_path: Path) -> None:
     pico.save(tmp_path / "hf", "gemma2", dtype=torch.bfloat16)
-    assert not VLLM.passed_over({"model_type": "gemma2", "tie_word_embeddings": True})
+    assert not VLLM.refused({"model_type": "gemma2", "tie_word_embeddings": True})
     assert not [each for each in check(HuggingFaceReader(tmp_path / "hf"), VLLM) if each.rule.fatal]
     file = tmp_path / "hf" / "model.safetensors"
     tensors = load_file(file)
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
     (found,) = [each for each in check(HuggingFaceReader(tmp_path / "hf"), VLLM) if each.rule.fatal]
     assert (found.where, found.what) == ("lm_head.weight", "an output layer")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "what"),
+    [
+        ("gemma2", {"tie_word_embeddings": False}, "an output layer"),
+        ("qwen2-window", {"layer_types": WINDOWS * 2, "num_hidden_layers": 4}, "layer_types is "),
+    ],
+)
+def test_no_command_is_told_to_serve_what_vllm_refuses(
+    tmp_path: Path, family: str, changes: dict[str, Any], what: str
+) -> None:
+    pico.save(tmp_path / "hf", family, dtype=torch.bfloat16, **changes)
+    planned = plan_command(Request.export(tmp_path / "hf", tmp_path / "out", "vllm", "dynamic"))
+    (said,) = [note for note in planned.notes if "does not load it" in note]
+    assert said.startswith(f"vLLM does not load it: {what}")
+    assert not [note for note in planned.notes if "Serve it with" in note or "computes otherwise" in note]
 
 
 def test_the_bias_of_phi_3_5_moes_head_is_a_remark() -> None:
@@ -174,15 +192,15 @@ def test_windows_of_a_qwen_vl_are_found_in_either_form(kind: str) -> None:
         {"model_type": kind, **said},
         {"model_type": kind, "text_config": {"model_type": f"{kind}_text", **said}},
     ):
-        assert [each.what for each in VLLM.passed_over(config)] == ["use_sliding_window is True, and taken for False"]
+        assert [each.what for each in VLLM.refused(config)] == ["use_sliding_window is True"]
 
 
 def test_the_text_model_of_a_wrapper_is_looked_at_where_vllm_makes_its_own_class_of_it() -> None:
     text = {"model_type": "qwen2", "layer_types": WINDOWS}
-    what = [f"layer_types is {WINDOWS}, and taken for {WINDOWS[1:] * 2}"]
-    assert [each.what for each in VLLM.passed_over({"model_type": "internvl", "text_config": text})] == what
-    assert [each.what for each in VLLM.passed_over({"model_type": "internvl_chat", "llm_config": text})] == what
-    assert not VLLM.passed_over({"model_type": "got_ocr2", "text_config": text})
+    what = [f"layer_types is {WINDOWS}"]
+    assert [each.what for each in VLLM.refused({"model_type": "internvl", "text_config": text})] == what
+    assert [each.what for each in VLLM.refused({"model_type": "internvl_chat", "llm_config": text})] == what
+    assert not VLLM.refused({"model_type": "got_ocr2", "text_config": text})
 
 
 HEAD = ["language_model.model.embed_tokens.weight", "language_model.lm_head.weight"]

@@ -119,10 +119,11 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 def refusal(here: Path, ranks: int, scheme: str = "dynamic") -> str | None:
     """Why so many GPUs are refused, by an export and by `verify` alike; None if they are not. Settings of pico's models
-    that vLLM passes over have rules of their own, whatever the number of GPUs."""
-    passed_over = engines()["vllm"].passed_over(json.loads((here / "out" / "config.json").read_text()))
+    that vLLM passes over or refuses have rules of their own, whatever the number of GPUs."""
+    config = json.loads((here / "out" / "config.json").read_text())
+    fixed = [*engines()["vllm"].passed_over(config), *engines()["vllm"].refused(config)]
     checked = check_directory(here / "out", "vllm", ranks)
-    found = replace(checked, findings=[each for each in checked.findings if each not in passed_over])
+    found = replace(checked, findings=[each for each in checked.findings if each not in fixed])
     why = None
     try:
         plan_command(Request.export(here / "hf", here / "other", "vllm", scheme, ranks=ranks))

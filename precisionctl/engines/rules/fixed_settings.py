@@ -1,4 +1,4 @@
-"""Settings of a model that an engine's class of it passes over, and what it computes by instead."""
+"""Settings of a model that an engine's class of it refuses, or passes over, and what it computes by instead."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ class FixedSettings:
     """That of models of these `model_types` an engine takes `values`, by key, whatever config.json says, by a `rule`.
     What makes a value of the whole config returns None where the engine computes what is said. A key that config.json
     lacks says the family's usual value, for which the engine's class was written. With a `head`, directories alone
-    break the rule that store an output layer (True), or store none (False)."""
+    break the rule that store an output layer (True), or store none (False). With `refused`, the engine does not load
+    what says another value; of a `head` without values, what has one."""
 
     model_types: tuple[str, ...]
     values: Mapping[str, bool | float | Callable[[Mapping[str, Any]], object]]
     rule: EngineRule
     head: bool | None = None
+    refused: bool = False
 
     def taken(self, config: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
         """The keys under which a config.json says other values, and what the engine takes for these."""
@@ -35,10 +37,14 @@ class FixedSettings:
 
     def check(self, config: Mapping[str, Any], stored: Collection[str] | None) -> Iterator[Finding]:
         """The same, as findings on a directory of the tensors that are `stored`, by name; None: the config counts."""
-        if self.head is not None and stored is not None and self.head != any("lm_head." in name for name in stored):
+        head = next((name for name in stored or () if "lm_head." in name), None)
+        if self.head is not None and stored is not None and self.head != (head is not None):
             return
         for key, taken in self.taken(config):
-            yield Finding("config.json", f"{key} is {shown(config[key])}, and taken for {shown(taken)}", self.rule)
+            instead = "" if self.refused else f", and taken for {shown(taken)}"
+            yield Finding("config.json", f"{key} is {shown(config[key])}{instead}", self.rule)
+        if not self.values and head and str(config.get("model_type")) in self.model_types:
+            yield Finding(head, "an output layer", self.rule)
 
 
 def window_off_by(tokens: int, key: str = "sliding_window") -> Callable[[Mapping[str, Any]], object]:

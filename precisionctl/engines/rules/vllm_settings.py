@@ -1,4 +1,4 @@
-"""Settings of models that vLLM passes over, by runs of its build for CPUs, 0.32, and by the source of 0.33."""
+"""Settings of models that vLLM passes over or refuses: runs of its build for CPUs, 0.32, and the source of 0.33."""
 
 from precisionctl.engines.rules.fixed_settings import (
     BY_LEADING_DENSE,
@@ -23,7 +23,7 @@ _NOT_ALL_BIASES = "its class of this model has not all of these biases, and pass
 _NO_HEAD = "its class of this model has no head beside the embedding, and passes over that of the directory"
 _ROPE = ("rope_parameters", "rope_scaling")
 
-PASSED_OVER = (
+FIXED = (
     FixedSettings(
         ("olmoe",),
         {"norm_topk_prob": False, "rms_norm_eps": 1e-5},
@@ -50,6 +50,7 @@ PASSED_OVER = (
         ("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3"),
         {"layer_types": in_no_layer_unless_all, "use_sliding_window": off_where_some_layers_from},
         EngineRule("it refuses windows in some layers alone", "vLLM 0.33 models/qwen2.py Qwen2Model; run"),
+        refused=True,
     ),
     FixedSettings(
         (
@@ -68,6 +69,7 @@ PASSED_OVER = (
         ("llama4_text",),
         {"attention_bias": False},
         EngineRule("its class of this model has no biases, and refuses them", "vLLM 0.33 models/llama4.py; run"),
+        refused=True,
     ),
     FixedSettings(
         ("llama", "minicpm3", "phi3"),
@@ -118,6 +120,17 @@ PASSED_OVER = (
         {"tie_word_embeddings": True},
         EngineRule(_NO_HEAD, "vLLM 0.33 models/commandr.py, cohere2_moe.py, cohere_compass.py; run"),
         head=True,
+    ),
+    FixedSettings(
+        ("gemma2",),
+        {},
+        EngineRule(
+            "its class of this model has no head beside the embedding, and refuses one, the same as the embedding or "
+            "not",
+            "vLLM 0.33 models/gemma2.py Gemma2ForCausalLM; run",
+        ),
+        head=True,
+        refused=True,
     ),
     FixedSettings(
         ("lfm2", "lfm2_moe"),
@@ -200,11 +213,3 @@ WRAPPERS = (
 """Models of more than text whose text model is held against these. Their classes call init_vllm_registered_model
 (models/utils.py) with its config, or make its class themselves (mllama4.py, qwen3_5.py,
 cohere_compass.py); others, as GOT-OCR 2, vLLM computes by transformers' own class, or refuses, as Aya Vision."""
-
-REFUSED_HEADS = {
-    "gemma2": EngineRule(
-        "its class of this model has no head beside the embedding, and refuses one, the same as the embedding or not",
-        "vLLM 0.33 models/gemma2.py Gemma2ForCausalLM; run",
-    ),
-}
-"""Models, by `model_type`, of which vLLM loads no output layer."""
