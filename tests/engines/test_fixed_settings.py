@@ -1,6 +1,7 @@
 """Settings that vLLM refuses or passes over; logits show what it takes instead (tests/peers/test_vllm_logits.py)."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,18 @@ def test_the_factor_of_longropes_paper_is_not() -> None:
 def test_what_is_not_deepseeks_yarn_is_found(model_type: str, said: dict[str, Any], is_found: bool) -> None:
     config = {"model_type": model_type, "rope_parameters": {"factor": 4.0} | said}
     assert len(VLLM.passed_over(config)) == is_found
+
+
+def test_the_page_names_the_models() -> None:
+    """A row of its table may be that of several rules."""
+    page = (repository.DOCS / "engines.md").read_text(encoding="utf-8")
+    section = page.partition("### Settings that vLLM passes over")[2].partition("\n### ")[0]
+    rows = [{*re.findall(r"`(\w+)`", row)} for row in re.findall(r"^\| (`.+?) \|", section, re.MULTILINE)[1:]]
+    kinds = [{*settings.model_types} for settings in VLLM.fixed]
+    assert [each for each in kinds if not any(each <= row for row in rows)] == []
+    assert rows == [set().union(*(each for each in kinds if each <= row)) for row in rows]
+    wrappers = section.partition("makes its own class of it: ")[2].partition(".")[0]
+    assert re.findall(r"`(\w+)`", wrappers) == list(VLLM.wrappers)
 
 
 def test_a_stored_head_of_gemma_2_is_refused_tied_or_not(tmp_path: Path) -> None:
