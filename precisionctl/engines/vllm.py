@@ -63,7 +63,7 @@ from precisionctl.engines.serving import FUSED, LATENT
 _UNQUANTIZED = Unquantized(ROUTERS_AND_GATES, ("qwen3_moe", "qwen3_vl_moe_text", "lfm2_moe", "k2_horizon"))
 """models/: GateLinear, by its quant_config."""
 _NO_NAME = "it makes this linear without a name, so no list keeps it in BF16"
-_list = partial(IgnoreList, unquantized=_UNQUANTIZED, unstored=True)
+_list = partial(IgnoreList, unquantized=_UNQUANTIZED, looks_up_missing_parts=True)
 
 ENGINE = Engine(
     name="vllm",

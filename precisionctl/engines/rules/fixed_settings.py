@@ -59,7 +59,9 @@ def window_off_by(tokens: int, key: str = "sliding_window") -> Callable[[Mapping
 
 
 def none_without_layers(config: Mapping[str, Any]) -> object:
-    """No window (0, which a config.json may say for it), where one is said and no layer has it."""
+    """No window, where one is said and no layer has it: then the engine has rotary embeddings in all layers, as without
+    a window, and transformers in none. 0 stands for null here, because None means that the engine computes what is
+    said."""
     kinds, window = config.get("layer_types"), config.get("sliding_window")
     return 0 if window and isinstance(kinds, list) and _WINDOW not in kinds else None
 

@@ -57,12 +57,11 @@ class Unquantized:
         return model_type not in self.other if self.which.fullmatch(module) else None
 
 
-def values_of_keys(modules: Iterable[str], known: Container[str]) -> dict[str, str]:
-    """The linears among these modules that make keys which are the values, too (Gemma 4), and what would make values
-    beside each, if it were known."""
-    keys = (module for module in modules if module.endswith(".k_proj"))
-    found = {module: f"{module.removesuffix('k_proj')}v_proj" for module in keys}
-    return {module: values for module, values in found.items() if values not in known}
+def missing_v_proj(modules: Iterable[str], known: Container[str]) -> dict[str, str]:
+    """Each `....k_proj` among these modules without a known `....v_proj` beside it (Gemma 4: keys are the values, too),
+    and the name that this v_proj would have."""
+    beside = {module: f"{module.removesuffix('k_proj')}v_proj" for module in modules if module.endswith(".k_proj")}
+    return {k_proj: v_proj for k_proj, v_proj in beside.items() if v_proj not in known}
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,8 @@ class IgnoreList:
     unquantized: modules that are values whatever the list says. experts: the suffixes that it appends to
     `...mlp.experts` when it looks up a layer's experts that are one tensor; none if it does not look for those.
     experts_as_one: it looks up experts that are stored one by one as `...mlp.experts`, too. in_memory: it looks under
-    the names that modules have in memory, by transformers' own table. unstored: it looks up all parts of what it fuses,
-    also those that are stored nowhere.
+    the names that modules have in memory, by transformers' own table. looks_up_missing_parts: it looks up all parts of
+    what it fuses, also those that are stored nowhere.
     """
 
     keys: tuple[str, ...]
@@ -86,7 +85,7 @@ class IgnoreList:
     experts: Sequence[str] = ()
     experts_as_one: bool = False
     in_memory: bool = False
-    unstored: bool = False
+    looks_up_missing_parts: bool = False
 
     def entries(self, quantization: Mapping[str, Any]) -> object:
         """The list; None if there is none."""
@@ -123,8 +122,8 @@ class IgnoreList:
         stacked = dict.fromkeys(experts for name in values if (experts := experts_module(name)))
         numbered = [EXPERT.fullmatch(f"{name}.weight") for name in values if self.experts_as_one]
         listed = (f"{experts}{suffix}" for experts in stacked for suffix in self.experts)
-        unstored = values_of_keys(values, {*values, *codes}) if self.unstored else {}
-        values = [*values, *unstored.values(), *stacked, *listed, *(match[1] for match in numbered if match)]
+        missing = missing_v_proj(values, {*values, *codes}) if self.looks_up_missing_parts else {}
+        values = [*values, *missing.values(), *stacked, *listed, *(match[1] for match in numbered if match)]
         if method == "compressed-tensors":  # the first by an expression, too: see `lost_by_renaming`
             values += [rf"re:{re.escape(experts)}\.0\..+" for experts in stacked if self.experts]
         values = list(dict.fromkeys(values))
@@ -165,9 +164,9 @@ class IgnoreList:
                 if not (coded or ignored or unquantized):
                     yield name, f"{directory.specs[name].dtype} values, but {which} is not ignored"
 
-        for module, values in values_of_keys(modules, modules).items() if self.unstored else ():
-            if modules[module] not in directory.scales and not is_ignored(values):
-                yield modules[module], f"{directory.specs[modules[module]].dtype} values, but `{values}` is not ignored"
+        for k_proj, v_proj in missing_v_proj(modules, modules).items() if self.looks_up_missing_parts else ():
+            if (name := modules[k_proj]) not in directory.scales and not is_ignored(v_proj):
+                yield name, f"{directory.specs[name].dtype} values, but `{v_proj}` is not ignored"
 
     def misread_experts(self, directory: QuantizedDirectory) -> Breaches:
         """Experts of a layer in one tensor, as values, that the engine takes for codes."""

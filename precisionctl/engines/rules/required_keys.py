@@ -77,8 +77,9 @@ _PUBLISHED: Mapping[object, tuple[str, ...]] = {
 
 
 def of_published_classes(config: Mapping[str, Any]) -> Iterator[str]:
-    """The published class of models that transformers takes for a Llama, a GLM-4 or a DeepSeek-V3, and writes so, or
-    spells otherwise, and the published words of their config.json. YaRN has another name there."""
+    """The class and the words of config.json under which a model was published, where transformers writes others: it
+    takes the model for another family's, or (Phi-3.5-MoE) spells the class in another way. YaRN has another name there.
+    """
     published = _PUBLISHED.get(config.get("model_type"))
     if published is None:
         return

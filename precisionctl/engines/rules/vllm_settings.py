@@ -210,6 +210,9 @@ WRAPPERS = (
     "qwen3_5",
     "qwen3_5_moe",
 )
-"""Models of more than text whose text model is held against these. Their classes call init_vllm_registered_model
-(models/utils.py) with its config, or make its class themselves (mllama4.py, qwen3_5.py,
-cohere_compass.py); others, as GOT-OCR 2, vLLM computes by transformers' own class, or refuses, as Aya Vision."""
+"""Models of more than text whose text model is held against these. vLLM's classes of them
+
+- call init_vllm_registered_model (models/utils.py) with its config, or
+- make its class themselves (mllama4.py, qwen3_5.py, cohere_compass.py).
+
+Others vLLM computes by transformers' own class (GOT-OCR 2), or refuses (Aya Vision)."""
