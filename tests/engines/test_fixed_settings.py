@@ -198,6 +198,14 @@ def test_the_bias_of_phi_3_5_moes_head_is_a_remark() -> None:
     assert found.what == "lm_head_bias is True, and taken for False" and not found.rule.fatal
 
 
+@pytest.mark.parametrize(("model_type", "taken"), [("cohere_compass", True), ("gptj", False)])
+def test_what_a_class_asserts_of_the_head_is_refused(model_type: str, taken: bool) -> None:
+    for said in (True, False):
+        text = {"model_type": f"{model_type}_text", "tie_word_embeddings": said}
+        found = VLLM.refused({"model_type": model_type, "tie_word_embeddings": said, "text_config": text})
+        assert [each.what for each in found] == ([] if said == taken else [f"tie_word_embeddings is {said}"])
+
+
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
 def test_windows_of_a_qwen_vl_are_found_in_either_form(kind: str) -> None:
     said = {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}

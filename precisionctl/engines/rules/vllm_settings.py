@@ -116,10 +116,22 @@ FIXED = (
         head=False,
     ),
     FixedSettings(
-        ("cohere", "cohere2", "cohere2_moe", "cohere_compass_text"),
+        ("cohere", "cohere2", "cohere2_moe"),
         {"tie_word_embeddings": True},
-        EngineRule(_NO_HEAD, "vLLM 0.33 models/commandr.py, cohere2_moe.py, cohere_compass.py; run"),
+        EngineRule(_NO_HEAD, "vLLM 0.33 models/commandr.py, cohere2_moe.py; run"),
         head=True,
+    ),
+    FixedSettings(
+        ("cohere_compass_text",),
+        {"tie_word_embeddings": True},
+        EngineRule("it refuses a head beside the embedding", "vLLM 0.33 models/cohere_compass.py; its loader was run"),
+        refused=True,
+    ),
+    FixedSettings(
+        ("gptj",),
+        {"tie_word_embeddings": False},
+        EngineRule("it refuses the embedding as the head", "vLLM 0.33 models/gpt_j.py; its loader was run"),
+        refused=True,
     ),
     FixedSettings(
         ("gemma2",),
