@@ -68,6 +68,8 @@ TAKEN_OTHERWISE: Mapping[str, dict[str, Any]] = {
     },
 }
 """Settings that vLLM passes over, by family, and behind it what is said, if the family has several cases."""
+LITTLE = ("axk1", "deepseek-v3", "glm4-moe-lite")
+"""Those of whose logits the scaling of a few channels changes less than a hundredth."""
 HEADS = ("glm4-moe", "deepseek-v3", "afmoe")
 """Families of which it makes a head of its own."""
 
@@ -123,7 +125,7 @@ def test_vllm_computes_the_logits_of_a_family(served: Path, family: str) -> None
 @pytest.mark.parametrize("name", TAKEN_OTHERWISE)
 def test_vllm_takes_a_setting_for_what_the_rule_says(served: Path, name: str) -> None:
     directory = served / f"{name}-otherwise"
-    assert off_by(directory, directory) > 1e-3
+    assert off_by(directory, directory) > (1e-3 if name.startswith(LITTLE) else 1e-2)
     config = json.loads((directory / "config.json").read_text())
     taken = {key: value for settings in ENGINE.fixed for key, value in settings.taken(config)}
     if taken.get("sliding_window") == 0:  # none, to vLLM, and not to transformers
