@@ -184,7 +184,7 @@ class Engine:
         text = _of_text(config)
         for missing, rule in self.keys.items():
             for key in missing(text):
-                what = f"{key} is {shown(said)}" if isinstance(said := text.get(key), str) else f"no {key}"
+                what = f"{key} is {shown(said)}" if isinstance(said := text.get(key), str | int) else f"no {key}"
                 always.append(Finding("config.json", what, rule))
         always += self.division.check_spread(specs, served)
         if method is None or not (coded or method.name in self.methods):

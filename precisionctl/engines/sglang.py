@@ -26,7 +26,13 @@ from precisionctl.engines.rules.demands import (
     unsaid_activations,
     unsaid_size,
 )
-from precisionctl.engines.rules.fixed_settings import BY_LEADING_DENSE, BY_NUMBER, FixedSettings, dense_layers_first
+from precisionctl.engines.rules.fixed_settings import (
+    BY_LEADING_DENSE,
+    BY_NUMBER,
+    NUMBER_BY_LIST,
+    FixedSettings,
+    dense_layers_first,
+)
 from precisionctl.engines.rules.fused_rules import FusedLinears
 from precisionctl.engines.rules.ignore_lists import BY_END_OR_REGEX, BY_PART_OR_GLOB, BY_PATH
 from precisionctl.engines.rules.ignored_modules import (
@@ -53,6 +59,7 @@ from precisionctl.engines.rules.required_keys import (
     IN_SGLANG,
     MUSE_GLIMMER,
     OF_DEEPSEEK_V4,
+    number_of_dense_layers,
     of_hy_v4,
     of_models,
     of_published_classes,
@@ -186,7 +193,10 @@ ENGINE = Engine(
         FixedSettings(
             BY_LEADING_DENSE,
             {"mlp_layer_types": dense_layers_first},
-            EngineRule(BY_NUMBER, "SGLang 0.5.23 models/deepseek_v2.py, glm4_moe_lite.py, hunyuan_v3.py"),
+            EngineRule(
+                BY_NUMBER,
+                "SGLang 0.5.23 models/deepseek.py, deepseek_v2.py, glm4_moe_lite.py, hunyuan_v3.py, kimi_linear.py",
+            ),
         ),
     ),
     no_class={
@@ -291,8 +301,12 @@ ENGINE = Engine(
     keys={
         published_by(IN_SGLANG): EngineRule(
             f"its model fails without this key, or takes another model's value. {ADDED}",
-            "SGLang 0.5.23 models/afmoe.py, deepseek_v2.py, exaone_moe.py, glm4_moe_lite.py, hunyuan_v3.py, "
+            "SGLang 0.5.23 models/afmoe.py, deepseek_v2.py, exaone_moe.py, hunyuan_v3.py, "
             "mimo_v2.py, minimax_m2.py, muse_spark.py",
+        ),
+        number_of_dense_layers(BY_LEADING_DENSE): EngineRule(
+            NUMBER_BY_LIST,
+            "SGLang 0.5.23 models/deepseek.py, deepseek_v2.py, glm4_moe_lite.py, hunyuan_v3.py, kimi_linear.py",
         ),
         of_models(("deepseek_v4",), *OF_DEEPSEEK_V4): EngineRule(
             "its model asks the config for these keys, whose defaults are of another model",

@@ -24,6 +24,7 @@ from precisionctl.engines.rules.demands import (
     unsaid_activations,
     unsaid_size,
 )
+from precisionctl.engines.rules.fixed_settings import NUMBER_BY_LIST
 from precisionctl.engines.rules.fused_rules import FusedLinears
 from precisionctl.engines.rules.ignore_lists import BY_NAME, BY_NAME_OR_REGEX, BY_PART_OR_GLOB
 from precisionctl.engines.rules.ignored_modules import (
@@ -47,6 +48,7 @@ from precisionctl.engines.rules.required_keys import (
     GLM5_NEXT,
     IN_VLLM,
     OF_DEEPSEEK_V4,
+    number_of_dense_layers,
     of_growing_queries,
     of_hy_v4,
     of_minimax_m3,
@@ -57,7 +59,7 @@ from precisionctl.engines.rules.required_keys import (
 )
 from precisionctl.engines.rules.rule import EngineRule
 from precisionctl.engines.rules.serving_rules import Division, RowsMoved, ShapeRules
-from precisionctl.engines.rules.vllm_settings import FIXED, WRAPPERS
+from precisionctl.engines.rules.vllm_settings import BY_NUMBER_IN_VLLM, FIXED, WRAPPERS
 from precisionctl.engines.serving import FUSED, LATENT
 
 _UNQUANTIZED = Unquantized(ROUTERS_AND_GATES, ("qwen3_moe", "qwen3_vl_moe_text", "lfm2_moe", "k2_horizon"))
@@ -345,8 +347,13 @@ ENGINE = Engine(
     keys={
         published_by(IN_VLLM): EngineRule(
             f"its model fails without this key, or takes another model's value. {ADDED}",
-            "vLLM 0.33 models/afmoe.py, deepseek_v2.py, glm4_moe_lite.py, hy_v3.py, lfm2.py, mimo_v2.py, "
+            "vLLM 0.33 models/afmoe.py, deepseek_v2.py, hy_v3.py, lfm2.py, mimo_v2.py, "
             "minimax_m2.py, step3p5.py, transformers_utils/configs/muse_spark.py",
+        ),
+        number_of_dense_layers(BY_NUMBER_IN_VLLM): EngineRule(
+            NUMBER_BY_LIST,
+            "vLLM 0.33 models/deepseek_v2.py, AXK1.py, bailing_moe_linear.py, glm4_moe_lite.py, hy_v3.py, "
+            "models/deepseek_v32, models/kimi_k3",
         ),
         of_growing_queries: EngineRule(
             "without it queries do not grow, and the model is another one beyond the context that it had before YaRN: "

@@ -313,6 +313,12 @@ def test_a_number_of_dense_layers_is_a_number(count: object) -> None:
         from_hf_config(said)
 
 
+@pytest.mark.parametrize("count", ["x", -1, True])
+def test_a_number_of_dense_layers_is_a_number_beside_a_list_too(count: object) -> None:
+    with pytest.raises(DamagedCheckpoint, match="first_k_dense_replace is .*, not a size"):
+        from_hf_config(config("exaone-moe") | {"first_k_dense_replace": count})
+
+
 @pytest.mark.parametrize("family", ["deepseek-v3", "youtu", "glm4-moe-lite"])
 def test_a_head_of_latent_attention_has_one_size_of_rotary_embeddings(family: str) -> None:
     """transformers makes them for `head_dim`, which its classes set to `qk_rope_head_dim` unless the file says it."""

@@ -267,11 +267,19 @@ def test_verify_refuses_it_and_an_export_says_it(tmp_path: Path) -> None:
     assert any(what in note for note in planned.notes)
 
 
-@pytest.mark.parametrize("target", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    ("target", "family"),
+    [
+        (target, family)
+        for target in ("vllm", "sglang")
+        for family in ("glm4-moe-lite", "deepseek")
+        if family not in pico.ABSENT
+    ],
+)
 def test_dense_layers_behind_others_are_told_and_no_number_of_leading_ones_is_advised(
-    tmp_path: Path, target: str
+    tmp_path: Path, target: str, family: str
 ) -> None:
-    pico.save(tmp_path / "hf", "glm4-moe-lite", dtype=torch.bfloat16, mlp_layer_types=["dense", "sparse", "dense"])
+    pico.save(tmp_path / "hf", family, dtype=torch.bfloat16, mlp_layer_types=["dense", "sparse", "dense"])
     work = carry_out(Request.export(tmp_path / "hf", tmp_path / "out", target, "dynamic", keep_misfits=True))
     assert any("computes otherwise: mlp_layer_types is ['dense', 'sparse', 'dense']" in note for note in work.notes)
     found = [each for each in check(open_checkpoint(tmp_path / "out"), engine_named(target)) if each.rule.fatal]

@@ -13,10 +13,12 @@ from soaking import first
 from transformers import AutoConfig
 
 from precisionctl.architectures.families import from_hf_config, to_hf_config
+from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.engines.base import engines
+from precisionctl.verify.engine_rules import check
 
 ENGINES = engines()
 
@@ -78,6 +80,20 @@ def test_a_config_that_a_table_writes_says_what_engines_ask_for(family: str) -> 
     for target in ("vllm", "sglang"):
         assert {key: config[key] for key in said} == said and ENGINES[target].lacks(config) == []
         assert ENGINES[target].lacks({key: value for key, value in config.items() if key not in said}) == [*said]
+
+
+@pytest.mark.skipif("deepseek" in pico.ABSENT, reason="transformers has no DeepSeek-OCR 2")
+def test_a_number_of_dense_layers_that_the_list_contradicts_is_found_and_corrected(tmp_path: Path) -> None:
+    """Engines go by the number; the tensors are those of the list, by which transformers' class goes."""
+    kinds = ["dense", "sparse", "sparse"]
+    pico.save(tmp_path / "hf", "deepseek", dtype=torch.bfloat16, mlp_layer_types=kinds, first_k_dense_replace=2)
+    found = check(open_checkpoint(tmp_path / "hf"), ENGINES["vllm"])
+    assert [each.what for each in found if each.rule.fatal] == ["first_k_dense_replace is 2"]
+    request = Request.export(tmp_path / "hf", tmp_path / "out", "vllm", "dynamic", keep_misfits=True)
+    conversions.carry_out(request)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["mlp_layer_types"], config["first_k_dense_replace"]) == (kinds, 1)
+    assert not [each for each in check(open_checkpoint(tmp_path / "out"), ENGINES["vllm"]) if each.rule.fatal]
 
 
 @pytest.mark.parametrize("said", [3, True, {}, [[]], "full"], ids=str)

@@ -92,9 +92,10 @@ def experts_by_list(dense: int, key: str = "", *, reads_key: bool = True) -> key
             return tuple(layer >= first for layer in range(keys.layers(config)))
 
         listed, said = listed_layers(config, MLPS, "mlp_layer_types"), config.get(key)
+        by_key = None if said is None else behind(said)
         unlisted = config.get(key, dense) if reads_key else dense
         freq = behind(unlisted) if listed is None else tuple(listed)
-        if not reads_key and said is not None and behind(said) != freq:
+        if not reads_key and by_key not in (None, freq):
             what = f"{key} is {shown(said)}, and transformers, which passes over it, takes other layers for dense ones"
             do = "Say in mlp_layer_types which layers are `dense` and `sparse`, and by the number the same."
             raise DamagedCheckpoint(what, do=do)

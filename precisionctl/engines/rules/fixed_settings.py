@@ -152,11 +152,15 @@ def dense_layers_first(config: Mapping[str, Any]) -> object:
     return None if moved == kinds else moved
 
 
-BY_LEADING_DENSE = ("deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "hy_v3")
-"""Models whose classes in transformers go by `mlp_layer_types`, and those of engines by `first_k_dense_replace`."""
-
+BY_LEADING_DENSE = ("deepseek", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "hy_v3", "kimi_linear")
+"""Models of which transformers' classes go by `mlp_layer_types`, and those of vLLM and SGLang by the number
+`first_k_dense_replace`."""
 
 BY_NUMBER = "its class of this model knows only how many layers are dense, which are the first ones"
+NUMBER_BY_LIST = (
+    "its class of this model goes by this number, and not by `mlp_layer_types`: `export-inference` writes as many as "
+    "the list says"
+)
 
 
 def in_every_other_layer(config: Mapping[str, Any]) -> object:

@@ -1,6 +1,6 @@
 """Keys that engines require in config.json and transformers 5 does not write, and which of them a config lacks."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from precisionctl.engines.rules.fixed_settings import dense_layers_first
@@ -26,12 +26,25 @@ def quantization_config_under_this_name(config: Mapping[str, Any]) -> Iterator[s
 
 
 def published_by(keys: Mapping[object, tuple[str, ...]]) -> MissingKeys:
-    """Those of the config's model, but for a number of leading dense layers where others are dense."""
+    """Those of the config's model."""
 
     def lacks(config: Mapping[str, Any]) -> Iterator[str]:
-        unsayable = "first_k_dense_replace" if dense_layers_first(config) else None
-        of_model = keys.get(config.get("model_type"), ())
-        yield from (key for key in of_model if config.get(key) is None and key != unsayable)
+        yield from (key for key in keys.get(config.get("model_type"), ()) if config.get(key) is None)
+
+    return lacks
+
+
+def number_of_dense_layers(model_types: Collection[str]) -> MissingKeys:
+    """How many leading layers of these models have no experts, or another number than `mlp_layer_types` says; where
+    dense layers are behind others, no number can say it."""
+
+    def lacks(config: Mapping[str, Any]) -> Iterator[str]:
+        if config.get("model_type") not in model_types or dense_layers_first(config):
+            return
+        key = "first_k_dense_replace"
+        said, kinds = config.get(key), config.get("mlp_layer_types")
+        if said is None or (isinstance(kinds, list) and said != kinds.count("dense")):
+            yield key
 
     return lacks
 
@@ -100,10 +113,9 @@ _OF_MIMO_V2_FLASH = (
 IN_VLLM: Mapping[object, tuple[str, ...]] = {
     "afmoe": ("score_func", "route_norm", "n_group", "topk_group"),
     "deepseek_v3": ("topk_method", "scoring_func"),
-    "deepseek_v32": ("topk_method", "scoring_func", "first_k_dense_replace"),
-    "glm4_moe_lite": ("first_k_dense_replace",),
-    "glm_moe_dsa": ("topk_method", "scoring_func", "first_k_dense_replace", "indexer_rope_interleave"),
-    "hy_v3": ("first_k_dense_replace", "expert_hidden_dim", "qk_norm", "route_norm"),
+    "deepseek_v32": ("topk_method", "scoring_func"),
+    "glm_moe_dsa": ("topk_method", "scoring_func", "indexer_rope_interleave"),
+    "hy_v3": ("expert_hidden_dim", "qk_norm", "route_norm"),
     "lfm2": ("conv_dim", "block_dim"),
     "mimo_v2_flash": _OF_MIMO_V2_FLASH,
     "minimax_m2": ("scoring_func", "use_routing_bias", "rotary_dim"),
@@ -116,13 +128,10 @@ IN_VLLM: Mapping[object, tuple[str, ...]] = {
 IN_SGLANG: Mapping[object, tuple[str, ...]] = {
     "afmoe": ("score_func",),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), ("topk_method", "scoring_func", "moe_layer_freq")),
-    "deepseek_v32": ("topk_method", "scoring_func", "moe_layer_freq", "first_k_dense_replace"),
+    "deepseek_v32": ("topk_method", "scoring_func", "moe_layer_freq"),
     "exaone_moe": ("is_moe_layer",),
-    "glm4_moe_lite": ("first_k_dense_replace",),
-    "glm_moe_dsa": (
-        *("topk_method", "scoring_func", "moe_layer_freq", "first_k_dense_replace", "indexer_rope_interleave"),
-    ),
-    "hy_v3": ("first_k_dense_replace", "qk_norm", "route_norm"),
+    "glm_moe_dsa": (*("topk_method", "scoring_func", "moe_layer_freq", "indexer_rope_interleave"),),
+    "hy_v3": ("qk_norm", "route_norm"),
     "mimo_v2_flash": (*_OF_MIMO_V2_FLASH, "topk_method", "scoring_func"),
     "minimax_m2": ("scoring_func", "use_routing_bias", "use_qk_norm", "rotary_dim"),
     **dict.fromkeys(("muse_spark", "muse_spark_text"), ("num_shared_experts",)),

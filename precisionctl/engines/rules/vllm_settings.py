@@ -23,6 +23,8 @@ _NOT_ALL_BIASES = "its class of this model has not all of these biases, and pass
 _NO_HEAD = "its class of this model has no head beside the embedding, and passes over that of the directory"
 _ROPE = ("rope_parameters", "rope_scaling")
 
+BY_NUMBER_IN_VLLM = (*BY_LEADING_DENSE, "axk1", "bailing_hybrid")
+
 FIXED = (
     FixedSettings(
         ("olmoe",),
@@ -90,11 +92,12 @@ FIXED = (
         ),
     ),
     FixedSettings(
-        BY_LEADING_DENSE,
+        BY_NUMBER_IN_VLLM,
         {"mlp_layer_types": dense_layers_first},
         EngineRule(
             BY_NUMBER,
-            "vLLM 0.33 models/deepseek_v2.py, glm4_moe_lite.py, hy_v3.py, models/deepseek_v32",
+            "vLLM 0.33 models/deepseek_v2.py, AXK1.py, bailing_moe_linear.py, glm4_moe_lite.py, hy_v3.py, "
+            "models/deepseek_v32, models/kimi_k3",
         ),
     ),
     FixedSettings(
