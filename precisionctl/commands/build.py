@@ -22,9 +22,11 @@ from precisionctl.checkpoints.output import Output
 from precisionctl.checkpoints.run_reader import trainer_run_of
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
+from precisionctl.commands.run_precision import RunPrecision
 from precisionctl.commands.source import Source
 from precisionctl.commands.storage import DCP, DEEPSPEED, TORCH, TORCHTITAN
 from precisionctl.conversion.command import MakeStates, PlannedCommand
+from precisionctl.conversion.manifest import RunOfWeights
 from precisionctl.errors import MappingError, OutputError, RecipeError
 from precisionctl.export.model_card import NAME, Card
 from precisionctl.fp8.state import Fp8States
@@ -41,7 +43,8 @@ class Result:
     `run` is what is carried over from the run that made the source. `encodings` is how the weights were encoded,
     to be kept beside values or to make codes with. `lacks` returns the keys that an engine needs and a config.json does
     not have; they are added. `gguf` are the contents of its GGUF files, if it is such, and `beside` files in their
-    directory. `mlx` are mlx-lm's words in the config.json of its directory, if it is one. `notes` are for the user.
+    directory. `mlx` are mlx-lm's words in the config.json of its directory, if it is one. `trained_in` is the precision
+    of the run that the manifest says. `notes` are for the user.
     """
 
     plan: Plan
@@ -55,6 +58,7 @@ class Result:
     gguf: Sequence[GgufContents] = ()
     beside: Mapping[str, bytes] = field(default_factory=dict)
     mlx: Mapping[str, Any] | None = None
+    trained_in: RunPrecision | None = None
 
 
 def build(source: Source, result: Result) -> PlannedCommand:
@@ -77,6 +81,7 @@ def build(source: Source, result: Result) -> PlannedCommand:
     files = [source.encodings.path if source.encodings else None, request.fp8_state]
     stats = [file.stat() for file in files if file and file.is_file()]
     # by its length all tensors of a GGUF file move: a file of other metadata is not continued
+    run = result.trained_in
     metadata = [hashlib.sha256(file.metadata_bytes).hexdigest() for file in result.gguf]
     return PlannedCommand(
         reader=source.reader,
@@ -91,6 +96,7 @@ def build(source: Source, result: Result) -> PlannedCommand:
         masters=source.masters,
         encodings=result.encodings,
         weights_digest=source.known.weights_digest,
+        run_of_weights=RunOfWeights(run.keys, run.trained) if run else None,
     )
 
 

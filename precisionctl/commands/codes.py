@@ -122,7 +122,15 @@ class _EngineCodes:
         ]
         states = None if request.target else known.current or known.outdated
         card = self._card(plan, form)
-        return Result(plan, notes, states, encodings=source.encodings, card=card, lacks=engine.lacks)
+        return Result(
+            plan,
+            notes,
+            states,
+            encodings=source.encodings,
+            card=card,
+            lacks=engine.lacks,
+            trained_in=source.run_precision,
+        )
 
     def _scheme(self, jobs: Sequence[Job]) -> tuple[Scheme, str]:
         """The scheme, and why it was chosen, if it was not asked for."""

@@ -40,7 +40,15 @@ def as_before(source: Source) -> Result:
         said = served_config(config)
         return (key for engine in serving for key in engine.lacks(config) if said.get(key) is None)
 
-    return Result(plan, notes, known.current or known.outdated, encodings=encodings, card=card, lacks=lacks)
+    return Result(
+        plan,
+        notes,
+        known.current or known.outdated,
+        encodings=encodings,
+        card=card,
+        lacks=lacks,
+        trained_in=source.run_precision,
+    )
 
 
 def _card_as_before(name: str, plan: Plan, policy: AsBefore, scheme: str, serving: Sequence[Engine]) -> Card:

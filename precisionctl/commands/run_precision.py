@@ -1,7 +1,7 @@
 """The FP8 precision of the run that wrote a checkpoint, or of a recipe that is given in its place.
 
-Where the checkpoint says it: a run of ours in its run.json, Megatron's in its arguments, and one in delayed scaling in
-its FP8 state too.
+Where the checkpoint says it: a run of ours in its run.json, which a command's results have in their manifest, as long
+as the weights are the same; Megatron's in its arguments; and one in delayed scaling in its FP8 state too.
 """
 
 from collections.abc import Mapping
@@ -15,8 +15,11 @@ from precisionctl.checkpoints.megatron.arguments import recipe_words
 from precisionctl.checkpoints.megatron.directory import of_megatron
 from precisionctl.checkpoints.megatron.keys import RUN_FILE
 from precisionctl.checkpoints.run_file import ended_in_bf16, identity_of_run
+from precisionctl.conversion import manifest
 from precisionctl.conversion.known_state import KnownState
-from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownArchitecture
+from precisionctl.conversion.manifest import RunOfWeights, run_in_manifest
+from precisionctl.conversion.weights_digest import digest_weights
+from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, RecipeError, UnknownArchitecture
 from precisionctl.megatron_flags import coded_words, keys_of
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.precision import EVERY_GEMM, PRESETS, Precision
@@ -37,30 +40,52 @@ class RunPrecision:
     trained: bool = True
 
 
-def precision_of_run(reader: Reader) -> RunPrecision | None:
-    """What run.json or Megatron's arguments say. None if neither is there, if the run was in BF16, and for arguments of
-    which no recipe can be made, such as another version of Megatron may have. Raises DamagedCheckpoint and RecipeError
-    for a `run.json` that makes no sense."""
+def precision_of_run(reader: Reader, weights_digest: str | None = None) -> RunPrecision | None:
+    """What run.json says, or the manifest of these weights, or Megatron's arguments. None if none is there, if the run
+    was in BF16, and for arguments of which no recipe can be made, such as another version of Megatron may have.
+    `weights_digest` is that of the weights, if it has been taken. Raises DamagedCheckpoint and RecipeError for a
+    `run.json` or a manifest that makes no sense."""
     if (identity := identity_of_run(reader)) is not None:
         keys = {key: value for key, value in identity.items() if key.startswith("precision.")}
         if not keys.get("precision.fp8"):
             return None
         keys = {key: value for key, value in keys.items() if key not in _OF_ONE_RUN}
         return replace(_made(keys, str(RUN_FILE), reader.path), trained=not ended_in_bf16(reader))
+    if (said := run_in_manifest(reader)) is not None and _is_of_weights(said, reader, weights_digest):
+        return replace(_made(said.keys, str(manifest.RELATIVE), reader.path), trained=said.trained)
     if of_megatron(reader) and (given := keys_of(reader.args)):
         with suppress(RecipeError):
             return replace(_made(given, "Megatron's arguments"), trained=reader.trained_as_args)
     return None
 
 
-def precision_if_known(reader: Reader) -> tuple[RunPrecision | None, tuple[str, ...]]:
-    """As `precision_of_run`, for what can do without it; and a note where the run says it in words not known here, as
-    one of another version may."""
+def _is_of_weights(said: RunOfWeights, reader: Reader, weights_digest: str | None) -> bool:
+    """Whether what a manifest says of a run holds of the weights: not if they were changed since, as by training."""
+    with suppress(PrecisionctlError):  # if too much of the checkpoint is missing to tell
+        return said.of_weights == (weights_digest or digest_weights(reader))
+    return False
+
+
+def outdated_precision(reader: Reader, weights_digest: str | None = None) -> tuple[str, ...]:
+    """A note where the manifest says the precision of a run, and the weights were changed since. Arguments as of
+    `precision_of_run`."""
+    if identity_of_run(reader) is not None or (said := run_in_manifest(reader)) is None:
+        return ()
+    if _is_of_weights(said, reader, weights_digest):
+        return ()
+    return (f"{manifest.RELATIVE} says the precision of a run, of other weights than these: it is not used.",)
+
+
+def precision_if_known(
+    reader: Reader, weights_digest: str | None = None
+) -> tuple[RunPrecision | None, tuple[str, ...]]:
+    """As `precision_of_run`, for what can do without it; and notes where that is not known: where the run says it in
+    words not known here, as one of another version may, or said it of other weights."""
     try:
-        run = precision_of_run(reader)
+        run, outdated = precision_of_run(reader, weights_digest), outdated_precision(reader, weights_digest)
     except (DamagedCheckpoint, RecipeError) as error:
         return None, (f"What precision the run was in is not known: {error.what}.",)
-    return run, () if run else unknown_arguments(reader)
+    return run, (*outdated, *(() if run else unknown_arguments(reader)))
 
 
 def precision_of_recipe(recipe: Precision | None, model: ModelShape) -> Precision:
@@ -100,7 +125,7 @@ def unknown_arguments(reader: Reader) -> tuple[str, ...]:
 def precision_to_continue(reader: Reader, known: KnownState, *, state_given: bool) -> RunPrecision | None:
     """The precision in which a run goes on from a checkpoint: that of the run before, under delayed scaling with the
     settings of the usable state. State that the user has given means delayed scaling. Raises as `precision_of_run`."""
-    before = precision_of_run(reader)
+    before = precision_of_run(reader, known.weights_digest)
     delayed = before is not None and before.precision.keeps_state
     if known.recorded is None or not (before is None or delayed or state_given):
         return before

@@ -77,7 +77,7 @@ class Source:
 
     @cached_property
     def _run(self) -> tuple[RunPrecision | None, tuple[str, ...]]:
-        return precision_if_known(self.reader)
+        return precision_if_known(self.reader, self.known.weights_digest)
 
     @property
     def run_precision(self) -> RunPrecision | None:

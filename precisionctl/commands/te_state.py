@@ -65,7 +65,9 @@ def with_te_state(source: Source) -> Result:
     kept = [target.removesuffix(".weight") for target in matrices if target not in in_state]
     command = f"from precisionctl.te import load_te\n\nmodel = load_te({json.dumps(path_in_command(name))})"
     card = Card(name, OTHER_TARGETS[TE], "transformer-engine", command, facts, in_state, kept, request.base_model)
-    return Result(plan, notes, partial(_with_weight_scales, states, plan), live=True, card=card)
+    return Result(
+        plan, notes, partial(_with_weight_scales, states, plan), live=True, card=card, trained_in=source.run_precision
+    )
 
 
 def _of_gemms(source: Source, jobs: Sequence[Job]) -> Fp8States:

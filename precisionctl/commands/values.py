@@ -32,6 +32,7 @@ from precisionctl.commands.notes import (
 )
 from precisionctl.commands.run_precision import (
     RunPrecision,
+    outdated_precision,
     precision_of_recipe,
     precision_of_run,
     precision_to_continue,
@@ -40,6 +41,7 @@ from precisionctl.commands.run_precision import (
 from precisionctl.commands.source import Source, with_masters
 from precisionctl.commands.source_notes import decoded_base_notes, source_notes
 from precisionctl.commands.storage import DCP, TORCH, TORCHTITAN, Storage
+from precisionctl.conversion import manifest
 from precisionctl.conversion.known_state import NOT_KNOWN
 from precisionctl.dtypes import DType
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError
@@ -69,6 +71,9 @@ def as_values(source: Source) -> Result:
     # the recipe by which the result is trained further: that of the run before, or one that was given, never both
     keeps_precision = request.precision == "keep" and not (state and state.of_gemms)
     before, not_known = _stateless_before(source) if keeps_precision else (_to_continue(source), ())
+    if not keeps_precision and request.recipe is None:
+        not_known = source.unknown_precision
+    carried = _carried(source, before, state, keeps_state=sidecar is not None)
     recipe = before.precision if before else request.recipe
     stateless = recipe if recipe and not recipe.keeps_state else None
     if in_fp8:
@@ -97,7 +102,7 @@ def as_values(source: Source) -> Result:
         *_notes(source, run),
         *(settings_notes(before, PRESETS["fp8-delayed"], before.precision) if in_fp8 and before else ()),
         *(_stateless_notes(stateless) if in_fp8 and stateless else ()),
-        *_unsaid_notes(storage, before, recipe),
+        *_unsaid_notes(storage, carried, recipe),
         *not_known,
         *(state.notes if state else ()),
         *(payload_notes(storage.te_version, expert_ranks) if live else ()),
@@ -106,7 +111,7 @@ def as_values(source: Source) -> Result:
         *(code_notes(encodings) if reader.encodings and encodings else decoded_notes(reader)),
     ]
     states = partial(_live_state, source, state, recipe) if live else sidecar
-    return Result(plan, notes, states, live, run, encodings)
+    return Result(plan, notes, states, live, run, encodings, trained_in=carried)
 
 
 def _check_come_back(encodings: WeightEncodings, source: Source) -> None:
@@ -212,26 +217,51 @@ def _stateless_before(source: Source) -> tuple[RunPrecision | None, tuple[str, .
     not_known: tuple[str, ...] = ()
     if source.request.storage.layout == "megatron":
         with _advised():
-            before = precision_of_run(source.reader)
+            before = precision_of_run(source.reader, source.known.weights_digest)
+        not_known = outdated_precision(source.reader, source.known.weights_digest)
     else:
         before, not_known = source.run_precision, source.unknown_precision
     return (None if before is None or before.precision.keeps_state else before), not_known
 
 
-def _unsaid_notes(storage: Storage, before: RunPrecision | None, recipe: Precision | None) -> Iterator[str]:
-    """What a result does not say of its `recipe`: that of the run before it, or the one that was asked for."""
-    if recipe is None:
+def _carried(
+    source: Source, before: RunPrecision | None, state: Fp8States | None, *, keeps_state: bool
+) -> RunPrecision | None:
+    """The precision of the run that wrote the source, for the manifest of the result; None where another one was asked
+    for. `before` is that in which a result for training in FP8 goes on, and `state` what it starts from; one with
+    another precision keeps that of a run in delayed scaling as long as it keeps its state (`keeps_state`)."""
+    request, run = source.request, source.run_precision
+    if run is None or request.recipe:
+        return None
+    if request.precision == "fp8":
+        same = before is not None and before.precision.scaling == run.precision.scaling
+        return replace(before, trained=run.trained) if before and same else None
+    if request.precision == "keep" and not (state and state.of_gemms):
+        return run
+    return run if run.precision.keeps_state and keeps_state else None
+
+
+def _unsaid_notes(storage: Storage, carried: RunPrecision | None, recipe: Precision | None) -> Iterator[str]:
+    """What the files of a result do not say to other programs of the run before it, which is `carried` in its manifest
+    alone, or of the `recipe` that was asked for."""
+    precision = carried.precision if carried else recipe
+    if precision is None:
         return
-    if before and storage.layout == "hf":
-        words, option = scaling_words(recipe.scaling), f"`resume --precision {recipe.option} --recipe ...`"
-        if before.trained:
-            yield f"The run was in {words}, and this result has no place for that: to go on alike, {option}."
-        else:
-            yield f"A run goes on in {words}, by {before.said_by}, and this result has no place for that: {option}."
+    option = f"`resume --precision {precision.option}`"
+    if carried and storage.layout == "hf" and not precision.keeps_state:
+        words = scaling_words(precision.scaling)
+        what = f"The run was in {words}" if carried.trained else f"A run goes on in {words}, by {carried.said_by}"
+        yield f"{what}: {option} goes on in it, by {manifest.RELATIVE}, which other programs do not read."
         return
-    unsaid = ["precision.keep_bf16 " + ", ".join(recipe.keep_bf16)] * bool(recipe.keep_bf16)
-    unsaid += ["precision.block.use_f32_scales"] * recipe.f32_block_scales
-    unsaid += ["precision.schedule"] * bool(recipe.schedule)
+    unsaid = ["precision.keep_bf16 " + ", ".join(precision.keep_bf16)] * bool(precision.keep_bf16)
+    unsaid += ["precision.block.use_f32_scales"] * precision.f32_block_scales
+    if precision.keeps_state:  # Megatron-Core refuses these beside delayed scaling (TransformerConfig)
+        layers = {key: getattr(precision, key) for key in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")}
+        unsaid += [f"precision.{key} {number}" for key, number in layers.items() if number]
+    if carried and unsaid:
+        yield f"Other programs are not told of {' and '.join(unsaid)}: {manifest.RELATIVE} says it to {option}."
+        return
+    unsaid += ["precision.schedule"] * bool(precision.schedule)
     if unsaid:
         yield f"Megatron has no arguments for {' and '.join(unsaid)}: `resume --set` gives them again."
 

@@ -30,7 +30,7 @@ from precisionctl.conversion.journal import (
     open_share_journal,
     was_finished,
 )
-from precisionctl.conversion.manifest import write_manifest
+from precisionctl.conversion.manifest import RunOfWeights, write_manifest
 from precisionctl.conversion.outcome import Outcome, nan_notes, zeroed_notes
 from precisionctl.conversion.ranks import NO_OTHERS, Ranks
 from precisionctl.conversion.recoding import changed_notes
@@ -55,7 +55,8 @@ class PlannedCommand:
     the FP8 state of the result, or a function that makes it when all weights have been read. `run_reader` is the
     reader if the run's optimizer is converted, too, and `masters` if the weights are made of the optimizer's masters.
     `encodings` is how the weights are, or were, encoded: it is stored beside values, or used to make codes.
-    `weights_digest` is that of the source's weights, taken if it has FP8 state.
+    `weights_digest` is that of the source's weights, taken if it has FP8 state. `run_of_weights` is what the manifest
+    says of the run that trained them.
     """
 
     reader: Reader
@@ -70,6 +71,7 @@ class PlannedCommand:
     masters: RunReader | None = None
     encodings: WeightEncodings | None = None
     weights_digest: str | None = None
+    run_of_weights: RunOfWeights | None = None
 
     @cached_property  # when it is carried out: for the largest models it takes a second
     def digest(self) -> str:
@@ -209,12 +211,17 @@ def _finish(command: PlannedCommand, journal: Journal, outcome: Outcome, checksu
         states, state_notes = states(outcome.amax)
         notes += state_notes
     writer.finish(states)
-    if states and plan.encodes and states.of_weights == command.weights_digest:
-        made = digest_weights(open_checkpoint(writer.directory))  # encoding has rounded the weights
-        sidecar.write(writer.directory / sidecar.RELATIVE, replace(states, of_weights=made))
+    run, digest = command.run_of_weights, command.weights_digest
+    of_source = states is not None and states.of_weights == digest
+    if plan.encodes and (run or of_source):
+        digest = digest_weights(open_checkpoint(writer.directory))  # encoding has rounded the weights
+        if states and of_source:
+            sidecar.write(writer.directory / sidecar.RELATIVE, replace(states, of_weights=digest))
+    if run:
+        run = replace(run, of_weights=digest or digest_weights(command.reader))
     if encodings and not plan.encodes:
         encodings_file.write(writer.directory, encodings)
-    write_manifest(writer.directory, command.reader, plan.digest, checksums)
+    write_manifest(writer.directory, command.reader, plan.digest, checksums, run)
     if plan.to_layout == "megatron":
         write_tracker(command.output.partial, command.iteration)
     journal.record_whole()

@@ -8,7 +8,12 @@ from typing import Any
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.commands.hints import open_hinted
-from precisionctl.commands.run_precision import precision_to_continue, settings_notes, unknown_arguments
+from precisionctl.commands.run_precision import (
+    outdated_precision,
+    precision_to_continue,
+    settings_notes,
+    unknown_arguments,
+)
 from precisionctl.conversion.known_state import KnownState, known_state
 from precisionctl.errors import RecipeError
 from precisionctl.model.model_shape import ModelShape
@@ -187,7 +192,7 @@ def _as_before(settings: Settings, recipe: Recipe, source: Reader, known: KnownS
         return recipe, ()
     before = precision_to_continue(source, known, state_given=settings.fp8_state is not None)
     if before is None:
-        return recipe, unknown_arguments(source)
+        return recipe, (*outdated_precision(source, known.weights_digest), *unknown_arguments(source))
     if settings.collect_amax and not before.precision.keeps_state:
         return recipe, ()
     if before.precision.codes != recipe.precision.codes:
@@ -195,7 +200,8 @@ def _as_before(settings: Settings, recipe: Recipe, source: Reader, known: KnownS
     made = read_recipe(settings, before.keys)
     if made.precision.scaling != before.precision.scaling:
         return recipe, ()
-    return made, settings_notes(before, recipe.precision, made.precision)
+    outdated = outdated_precision(source, known.weights_digest)
+    return made, (*settings_notes(before, recipe.precision, made.precision), *outdated)
 
 
 GRAPH_ROW = 128

@@ -18,6 +18,7 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.commands.run_precision import precision_of_run
+from precisionctl.conversion import manifest
 from precisionctl.errors import RecipeError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import DelayedScaling
@@ -73,10 +74,14 @@ def test_without_a_recipe_delayed_scaling_has_the_settings_of_the_run_before(pla
     assert again.continues and again.plan.recipe == started.plan.recipe and not told(again)
 
 
-def test_by_way_of_hugging_face_the_state_alone_says_them(place: Path, tmp_path: Path) -> None:
+def test_by_way_of_hugging_face_the_state_says_them_with_or_without_a_manifest(place: Path, tmp_path: Path) -> None:
     convert(place / "delayed", tmp_path / "hf", "hf")
+    said = "FP8 settings from {}the FP8 state: " + f"{SAID}; --recipe gives others"
     planned = dry_run(asked(tmp_path / "hf", place, tmp_path / "run")).plan
-    assert planned.precision_notes == (f"FP8 settings from the FP8 state: {SAID}; --recipe gives others",)
+    assert planned.precision_notes == (said.format("precisionctl/manifest.json and "),)
+    (tmp_path / "hf" / manifest.RELATIVE).unlink()
+    planned = dry_run(asked(tmp_path / "hf", place, tmp_path / "run")).plan
+    assert planned.precision_notes == (said.format(""),)
 
 
 def test_a_recipe_and_set_count_before_the_run_before(place: Path, tmp_path: Path) -> None:
@@ -91,7 +96,11 @@ def test_a_recipe_and_set_count_before_the_run_before(place: Path, tmp_path: Pat
 
 def test_state_that_is_not_of_these_weights_or_is_skipped_says_nothing(place: Path, tmp_path: Path) -> None:
     convert(place / "delayed", tmp_path / "hf", "hf")
-    assert dry_run(asked(tmp_path / "hf", place, tmp_path / "a", skip=("fp8",))).plan.precision_notes == ()
+    skips = {"skip": ("fp8",)}
+    (note,) = dry_run(asked(tmp_path / "hf", place, tmp_path / "a", **skips)).plan.precision_notes
+    assert note == f"FP8 settings from precisionctl/manifest.json: {SAID}; --recipe gives others"
+    (tmp_path / "hf" / manifest.RELATIVE).unlink()
+    assert dry_run(asked(tmp_path / "hf", place, tmp_path / "a", **skips)).plan.precision_notes == ()
     run(asked(tmp_path / "hf", place, tmp_path / "other", "bf16"))  # which carries the state
     planned = dry_run(asked(tmp_path / "other", place, tmp_path / "b")).plan
     assert planned.known.outdated is not None
@@ -238,17 +247,27 @@ def test_a_run_in_nvfp4_is_one_by_megatron_s_arguments_too(
         "num_layers_at_start_in_bf16": 0,
         "num_layers_at_end_in_bf16": 1,
     }
-    found = precision_of_run(reader)
-    assert found is not None and (found.said_by, found.precision) == ("Megatron's arguments", expected)
+    for said_by in ("precisionctl/manifest.json", "Megatron's arguments"):
+        found = precision_of_run(reader)
+        assert found is not None and found.said_by == said_by
+        assert (
+            replace(found.precision, delayed=DelayedScaling()) == expected
+        )  # whose settings a run in NVFP4 has no use for
+        (reader.path / manifest.RELATIVE).unlink(missing_ok=True)  # which another program's checkpoints do not have
     assert LaunchSource(reader, tmp_path / "megatron").stateless == expected
     assert not any("has no arguments" in note or "The run was" in note for note in notes)
 
 
 def test_what_megatron_s_arguments_cannot_say_of_a_run_is_noted(place: Path, tmp_path: Path) -> None:
-    said = "Megatron has no arguments for precision.{}: `resume --set` gives them again."
+    said = (
+        "Other programs are not told of precision.{}: precisionctl/manifest.json says it to `resume --precision fp8`."
+    )
     notes = convert(place / "block", tmp_path / "megatron", "megatron").notes
     assert said.format("keep_bf16 *.linear_proj") in notes
-    found = precision_of_run(open_checkpoint(tmp_path / "megatron"))
+    reader = open_checkpoint(tmp_path / "megatron")
+    assert reader.path
+    (reader.path / manifest.RELATIVE).unlink()
+    found = precision_of_run(reader)
     assert found is not None and found.precision == Precision(fp8=True, scaling="block")
     given = {"precision__block__use_f32_scales": "true", "precision__scaling": "block", "train__steps": 1}
     run(settings(place / "source", place / "text.txt", tmp_path / "f32", "fp8", **given))
@@ -271,11 +290,11 @@ def test_a_version_of_te_is_said_to_change_nothing_where_no_state_is_written(
 
 
 @pytest.mark.parametrize("to", [{}, {"container": "dcp"}], ids=str)
-def test_where_nothing_says_the_precision_of_a_run_without_state_a_note_does(
+def test_where_the_manifest_alone_says_the_precision_of_a_run_without_state_a_note_does(
     place: Path, in_fp4: Path, tmp_path: Path, to: dict[str, Any]
 ) -> None:
-    said = "The run was in NVFP4, and this result has no place for that: to go on alike, "
-    said += "`resume --precision nvfp4 --recipe ...`."
+    said = "The run was in NVFP4: `resume --precision nvfp4` goes on in it, by precisionctl/manifest.json, which other "
+    said += "programs do not read."
     assert said in convert(in_fp4, tmp_path / "nvfp4", "hf", **to).notes
     of_delayed = convert(place / "delayed", tmp_path / "delayed", "hf", **to).notes
     assert not any("The run was" in note for note in of_delayed), "its state says it"
@@ -352,8 +371,7 @@ def test_a_result_for_fp8_goes_on_as_the_run_did_unless_a_recipe_is_given(
         made = convert(source, tmp_path / source.name, "megatron", "fp8")
         found, before = (precision_of_run(open_checkpoint(each)) for each in (tmp_path / source.name, source))
         assert found is not None and before is not None and open_checkpoint(tmp_path / source.name).fp8 is None
-        unsaid = {"keep_bf16": (), "delayed": DelayedScaling()}  # for the first there is a note, the second is not used
-        assert found.precision == replace(before.precision, **unsaid) and found.trained
+        assert found.precision == before.precision and found.trained
         assert any("keeps no state, so the weights are those of --precision bf16" in note for note in made.notes)
         said = (
             f"{found.precision.codes} settings from precisionctl/run.json: precision.scaling {found.precision.scaling}"
