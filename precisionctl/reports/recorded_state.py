@@ -25,6 +25,8 @@ def describe_fp8(states: Fp8States, reader: Reader | None) -> dict[str, Any]:
     """What `--json` prints of FP8 state: that of the checkpoint that a reader reads, or of a file (None)."""
     iteration = reader.iteration if reader else None
     age = None if iteration is None or states.iteration is None else iteration - states.iteration
+    if age is not None and age < 0:  # another container's count, as of updates
+        age = None
     of_its: bool | None = None
     if reader:
         with suppress(PrecisionctlError):  # if too much of the checkpoint is missing to tell

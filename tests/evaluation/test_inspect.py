@@ -119,6 +119,20 @@ def test_a_description_says_which_roles_were_never_recorded_and_when_the_rest_wa
     assert found["modules"][MODULE]["weight"]["recorded"] is False
 
 
+@pytest.mark.parametrize(("iteration", "age"), [(70, 0), (77, 7), (5, None)])
+def test_state_of_a_later_iteration_than_its_container_counts_has_no_age(
+    tmp_path: Path, iteration: int, age: int | None
+) -> None:
+    """As where a container counts updates, and the run that recorded the state counts steps."""
+    pico.save(tmp_path / "hf")
+    conversions.run(tmp_path / "hf", tmp_path / "run", "megatron")
+    with_state(conversions.as_iteration(tmp_path / "run", iteration))
+    found = describe(open_checkpoint(tmp_path / "run"))
+    assert (found["fp8"]["recorded_at_iteration"], found["fp8"]["age_in_steps"]) == (70, age)
+    (words,) = [words for name, words in tables(found)[0].rows if name == "FP8 state"]
+    assert ("ago" in words) is bool(age)
+
+
 def test_a_file_of_fp8_state_is_shown_as_state_in_a_checkpoint_is(tmp_path: Path) -> None:
     pico.save(tmp_path)
     in_checkpoint = describe(open_checkpoint(with_state(tmp_path)))["fp8"]
