@@ -7,8 +7,10 @@ from pathlib import Path
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.chunks import BytesProgress, in_pieces, read_values
 from precisionctl.codes.statistics import Statistics
+from precisionctl.commands.run_precision import precision_if_known, precision_of_export
 from precisionctl.conversion.known_state import known_state, outdated_note, why_outdated
 from precisionctl.errors import BROKEN_WEIGHTS
+from precisionctl.fp8.state import Fp8States
 from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.planning.make_plan import plan_weights
 from precisionctl.readiness.four_bits import cost_of_four_bits
@@ -30,7 +32,8 @@ def assess(reader: Reader, state_file: Path | None, progress: BytesProgress, wor
     statistics = {module: [one.statistics for one in measured] for module, measured in weights.items()}
     predicting = dict.fromkeys(job.module for job in jobs if job.row.of_prediction)
     shapes = {job.module: plan.targets[job.writes[0]].shape for job in jobs}
-    gemms = {module: shapes[module] for module in plan.gemms if module not in predicting}
+    kept = _kept(reader, states, [module for module in shapes if module not in predicting])
+    gemms = {module: shapes[module] for module in plan.gemms if module not in predicting and module not in kept}
     judged = judge(gemms, {module: statistics[module] for module in gemms}, states, outdated=outdated)
 
     # weights with NaN or infinity, by the names that they are stored under
@@ -48,6 +51,11 @@ def assess(reader: Reader, state_file: Path | None, progress: BytesProgress, wor
     if predicting:
         layers = counted(len(predicting), "module of layers", "modules of layers")
         notes.append(f"{layers} of multi-token prediction, which nothing here computes: they are not judged.")
+    if kept:
+        modules = counted(len(kept), "module")
+        notes.append(
+            f"{modules} stayed in BF16 in the run, such as {kept[0]}, and recorded nothing: they are not judged."
+        )
     if known.outdated:
         notes.append(outdated_note(known.outdated, "nothing uses it"))
     elif known.current is None:
@@ -56,7 +64,18 @@ def assess(reader: Reader, state_file: Path | None, progress: BytesProgress, wor
     sound = {module: measured for module, measured in weights.items() if not _is_broken(statistics[module])}
     four_bits = cost_of_four_bits({module: [one.four_bits for one in measured] for module, measured in sound.items()})
     can_calibrate = not isinstance(reader.model, UntabledModel)
-    return replace(judged, four_bits=four_bits, notes=tuple(notes), can_calibrate=can_calibrate)
+    verdicts = {scaling: replace(verdict, stayed=len(kept)) for scaling, verdict in judged.verdicts.items()}
+    return replace(judged, verdicts=verdicts, four_bits=four_bits, notes=tuple(notes), can_calibrate=can_calibrate)
+
+
+def _kept(reader: Reader, states: Fp8States | None, modules: Sequence[str]) -> list[str]:
+    """The modules that stayed in BF16 in the run that recorded `states`, and of which these have nothing."""
+    run, _ = precision_if_known(reader)
+    if states is None or run is None:
+        return []
+    in_fp8 = precision_of_export(None, run.precision, reader.model).in_fp8
+    recorded = {name for name, state in states.modules.items() if any(part.recorded for part in state.roles.values())}
+    return [module for module in modules if not in_fp8(module) and module not in recorded | states.statistics.keys()]
 
 
 def _is_broken(measured: Sequence[Statistics]) -> bool:

@@ -71,7 +71,7 @@ class Verdict:
     """The verdict on one scaling. `broken` is the number of modules in which something is NaN or infinite. `keep_bf16`
     are patterns for a recipe, which match `kept` modules. `recalibrate` is the number of modules whose state should not
     be used, and `margin` the number of modules that saturate. `unjudged` has, by role, the number of modules about
-    which nothing is known."""
+    which nothing is known, and `stayed` is the number of others, not judged, that the run kept in BF16."""
 
     scaling: Scaling
     modules: int
@@ -81,6 +81,7 @@ class Verdict:
     recalibrate: int
     margin: int
     unjudged: Mapping[Role, int]
+    stayed: int = 0
 
     @property
     def ready(self) -> bool:
@@ -97,6 +98,8 @@ class Verdict:
         if self.kept == self.modules:
             return "not ready: every module has to stay in BF16"
         in_bf16 = f"with {self.kept} of {self.modules} modules in BF16" if self.kept else "all modules in FP8"
+        if self.stayed:
+            in_bf16 += f", but for {self.stayed} that the run kept in BF16"
         if self.margin:
             in_bf16 += f"; {self.margin} saturate and want a margin, or current scaling"
         if self.recalibrate:

@@ -185,8 +185,12 @@ def advice(readiness: Readiness, named: str) -> list[str]:
         lines += [f"# lose too much in {scheme}; FP8 holds them. For an export in {scheme}, in a recipe", text]
     lines += [rests_on(readiness), *readiness.notes]
     if run := to_measure(readiness, named):
-        roles = " and ".join(role for role in IN_USE if not readiness.measured.get(role))
-        lines += [f"Nothing has measured {roles}. To measure:", *run]
+        left = [role for role in IN_USE if not readiness.measured.get(role)]
+        amaxes = {health.role for health in readiness.roles if health.history}
+        unknown, recorded = ([role for role in left if (role in amaxes) is known] for known in (False, True))
+        words = [f"Nothing has measured {' and '.join(unknown)}."] if unknown else []
+        words += [f"Of {' and '.join(recorded)} amaxes are recorded, and nothing else is measured."] if recorded else []
+        lines += [f"{' '.join(words)} To measure:", *run]
     return lines
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from judged_states import E4M3, MODULES, gaussian, healthy, judged, recorded, with_outlier
+from training import make_place, run as train, settings
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
@@ -219,6 +220,21 @@ def test_inspect_of_a_bf16_checkpoint_says_what_it_cannot_know(tmp_path):
     )
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     assert result.stdout.endswith(f"\nWrote {tmp_path / 'page.html'}.\n")
+
+
+def test_modules_that_the_run_kept_in_bf16_are_not_to_be_calibrated(tmp_path):
+    """Its last layer, of two with four modules each."""
+    place = make_place(tmp_path)
+    ends = {"precision__num_layers_at_end_in_bf16": 1, "train__steps": 1}
+    train(settings(place / "source", place / "text.txt", place / "run", "fp8", **ends))
+    shown = run("inspect", place / "run", "--fp8").stdout
+    assert "ready, all modules in FP8, but for 4 that the run kept in BF16" in shown and "calibrate first" not in shown
+    kept = "4 modules stayed in BF16 in the run, such as decoder.layers.1.self_attention.linear_qkv, and recorded"
+    assert kept in shown
+    assert "Of input and grad_output amaxes are recorded, and nothing else is measured. To measure:\n" in shown
+    assert "Nothing has measured" not in shown
+    found = json.loads(run("inspect", place / "run", "--fp8", "--json").stdout)["readiness"]
+    assert {name.partition(".self")[0].partition(".mlp")[0] for name in found["modules"]} == {"decoder.layers.0"}
 
 
 def test_what_inspect_advises_to_run_reads_the_checkpoint_as_it_did(tmp_path):
