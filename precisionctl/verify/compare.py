@@ -17,14 +17,17 @@ from precisionctl.conversion.known_state import known_state
 from precisionctl.errors import CheckpointError
 from precisionctl.export.mlx_plan import mlx_has, names_as_codes
 from precisionctl.export.weight_encodings import weight_encodings
+from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model.same_model import differences, in_words
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
 from precisionctl.sizes import counted
+from precisionctl.untrusted.safe_files import has_file
 from precisionctl.verify.code_comparison import CodesComparison, codes_as_values, compare_codes
 from precisionctl.verify.configs import Found, compare_configs
 from precisionctl.verify.encodings import compare_encodings
+from precisionctl.verify.engine_rules import CheckableDirectory
 from precisionctl.verify.fixed_scales import FixedScales, compare_fixed_scales
 from precisionctl.verify.hf_tensors import HfTensors
 from precisionctl.verify.mmproj_towers import TowersOfBoth, mmproj_of, towers_of_both
@@ -83,7 +86,8 @@ def compare(
     settings, of_settings = _compare_settings(left, right, state)
     given = state if other.reader.fp8 else None
     both_states = (given if given and side is recorder else side.reader.fp8 for side in (left, right))
-    states, of_states = compare_states(*both_states, one_sided=fp8)
+    one_live = _has_live_state(a) != _has_live_state(b)
+    states, of_states = compare_states(*both_states, one_sided=fp8, of_weights=not one_live)
     codes = compare_codes(left.tensors, right.tensors, (left.former, right.former), workers) if fp8 else ()
     of_optimizers, also_not = compare_optimizer_settings(a, b) if optimizers else ([], [])
     derived = (*left.plan.derived, *right.plan.derived)
@@ -93,6 +97,11 @@ def compare(
         left_out = (*left_out, NotCompared("codes", f"{counted(len(decoded), 'weight')}, such as {decoded[0]}"))
     settings = [*settings, *(towers.settings if towers else ())]
     return Comparison(tuple(tensors), tuple(settings), states, tuple(codes), tuple(of_optimizers), left_out)
+
+
+def _has_live_state(reader: Reader) -> bool:
+    """Whether it is an export for Transformer Engine."""
+    return isinstance(reader, CheckableDirectory) and has_file(reader.path / sidecar.LIVE, reader.path)
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,8 @@ LIST: Mapping[str, str] = {
     "--fp8-state gives the file that does",
     "scales of values": "scales of inputs, outputs and caches beside codes that are read as values alone",
     "FP8 state": "FP8 state of one side only; --fp8 makes that a difference",
+    "scales of weights": "scales and amax histories of weights, where one side is an export for Transformer Engine: it "
+    "has those of the weights that are written, which `--target te` checks",
     "recording": "who recorded FP8 state, and when; statistics beside it that only one side has",
     "optimizer": "the optimizer's tensors, where only one side has them, or where they are not stored by parameter",
     "run": "what belongs to a run: its step, schedule, generators, settings of the optimizer that only one side says, "
@@ -49,7 +51,9 @@ LIST: Mapping[str, str] = {
 }
 """Why something is left out, by topic."""
 
-OF_THE_MODEL = frozenset({"codes", "encodings of GGUF", "towers", "prediction", "fixed scales", "scales of values"})
+OF_THE_MODEL = frozenset(
+    {"codes", "encodings of GGUF", "towers", "prediction", "fixed scales", "scales of values", "scales of weights"}
+)
 """The topics under which numbers are left out that the model computes with. The others follow from the two formats, or
 are of what stands around a model."""
 

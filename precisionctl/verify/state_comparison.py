@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from precisionctl.fp8.state import Fp8States
+from precisionctl.fp8.state import Fp8State, Fp8States
+from precisionctl.sizes import counted
 from precisionctl.torch_when_used import torch
 from precisionctl.verify.not_compared import NotCompared, of_keys
 
@@ -15,22 +16,38 @@ if TYPE_CHECKING:
 
 
 def compare_states(
-    a: Fp8States | None, b: Fp8States | None, *, one_sided: bool
+    a: Fp8States | None, b: Fp8States | None, *, one_sided: bool, of_weights: bool = True
 ) -> tuple[tuple[str, ...] | None, list[NotCompared]]:
     """A line for each difference of FP8 state, None where nothing is compared, and what is left out; `one_sided` says
-    that state which only one side has is a difference."""
+    that state which only one side has is a difference. Without `of_weights` the weight role is left out: an export for
+    Transformer Engine has it of the weights that it has written, whatever was recorded."""
     if a and b:
         recorded = [word for word in ("producer", "iteration") if getattr(a, word) != getattr(b, word)]
         kinds = [(a.statistics.get(name, {}).keys(), b.statistics.get(name, {}).keys()) for name in a.modules]
         if lone := sum(len(mine ^ others) for mine, others in kinds):
             recorded.append(f"{lone} statistics")
-        return tuple(_state_differences(a, b)), of_keys("recording", recorded)
+        not_compared = of_keys("recording", recorded)
+        if not of_weights:
+            others = _without_weights(a), _without_weights(b)
+            found = tuple(_state_differences(*others))
+            if differing := len(tuple(_state_differences(a, b))) - len(found):
+                not_compared.append(NotCompared("scales of weights", counted(differing, "weight")))
+            return found, not_compared
+        return tuple(_state_differences(a, b)), not_compared
     if a is b:
         return None, []
     having, lacking = ("A", "B") if a else ("B", "A")
     if one_sided:
         return (f"no FP8 state in {lacking}",), []
     return None, [NotCompared("FP8 state", f"only {having} has any")]
+
+
+def _without_weights(states: Fp8States) -> Fp8States:
+    modules = {
+        name: Fp8State({role: part for role, part in state.roles.items() if role != "weight"})
+        for name, state in states.modules.items()
+    }
+    return replace(states, modules=modules)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

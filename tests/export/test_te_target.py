@@ -30,6 +30,8 @@ from precisionctl.fp8.state import Fp8State, RoleState
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.precision import PRESETS
 from precisionctl.te import load_te
+from precisionctl.verify.compare import compare
+from precisionctl.verify.not_compared import NotCompared
 from precisionctl.verify.te_rules import check_te
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -41,6 +43,31 @@ MODULES = {
     "fc1": "mlp.linear_fc1",
     "down_proj": "mlp.linear_fc2",
 }
+
+
+@pytest.mark.parametrize("hurt", [None, "input", "weight"])
+def test_verify_finds_the_state_of_the_source_but_for_weights(tmp_path: Path, hurt: str | None) -> None:
+    """Whose scales follow from what is written, here not from what was recorded a step before."""
+    source = make_source(tmp_path / "source")
+    states = sidecar.read(source / sidecar.RELATIVE)
+    modules = {}
+    for name, state in states.modules.items():
+        before = after_one_update(torch.tensor(7.0), "weight", states.recipe)
+        modules[name] = Fp8State({**state.roles, "weight": before})
+    sidecar.write(source / sidecar.RELATIVE, replace(states, modules=modules))
+    out = export(source, tmp_path / "te")
+    if hurt:
+        made = sidecar.read(out / sidecar.LIVE)
+        name = min(made.modules)
+        roles = {**made.modules[name].roles, hurt: after_one_update(torch.tensor(3e-3), hurt, made.recipe)}
+        sidecar.write(out / sidecar.LIVE, replace(made, modules={**made.modules, name: Fp8State(roles)}))
+    found = compare(open_checkpoint(source), open_checkpoint(out))
+    assert len(found.fp8 or ()) == (hurt == "input") and found.equal is (hurt != "input")
+    assert NotCompared("scales of weights", f"{len(modules)} weights") in found.not_compared
+    rules = check_te(open_checkpoint(out), lambda: make_plan(open_checkpoint(out), "megatron"))
+    assert bool(rules) is (hurt == "weight"), "which verify --target te says of those"
+    again = compare(open_checkpoint(out), open_checkpoint(export(source, tmp_path / "again")))
+    assert again.equal is (hurt is None) and not [n for n in again.not_compared if n.topic == "scales of weights"]
 
 
 def cast(values: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
