@@ -58,11 +58,7 @@ def open_checkpoint(path: Path, iteration: int | None = None, hints: Hints = NO_
 def _advice(path: Path, containers: Sequence[Container], wanted: str) -> str:
     """The advice in the error for a directory that is no checkpoint."""
     inside = sorted(path.iterdir()) if path.is_dir() else [path]
-    found: list[str] = []
-    for folder in inside[:_LOOKED_INTO]:
-        with suppress(PrecisionctlError, OSError):
-            if folder.is_dir() and any(container.recognise(folder) for container in containers):
-                found.append(str(folder))
+    found = [str(folder) for folder in inside[:_LOOKED_INTO] if _is_known(folder, containers)]
     if len(found) > 1:
         rest = f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         return f"There are several in it, give one: {', '.join(found[:_SHOWN])}{rest}."
@@ -70,7 +66,15 @@ def _advice(path: Path, containers: Sequence[Container], wanted: str) -> str:
         return f"Did you mean {found[0]}?"
     if not inside:
         return f"The directory is empty. {wanted}".rstrip()
-    with suppress(PrecisionctlError, OSError):
-        if any(container.recognise(above(path)) for container in containers):
-            return f"Did you mean {above(path)}?"
+    around = above(path)
+    if _is_known(around, containers):  # perhaps as a run, of other checkpoints that stand beside this directory
+        if not any(_is_known(folder, containers) for folder in sorted(around.iterdir())[:_LOOKED_INTO]):
+            return f"Did you mean {around}?"
     return wanted or "\n- ".join(["Looked for:", *(container.looked_for for container in containers)])
+
+
+def _is_known(folder: Path, containers: Sequence[Container]) -> bool:
+    """Whether a container recognises a directory."""
+    with suppress(PrecisionctlError, OSError):
+        return folder.is_dir() and any(container.recognise(folder) for container in containers)
+    return False

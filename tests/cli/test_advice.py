@@ -193,6 +193,11 @@ def test_a_directory_within_a_checkpoint_or_in_place_of_a_file_of_state_is_answe
     pico.save(tmp_path / "hf", "qwen3", dtype=torch.bfloat16)
     told = " ".join(run("inspect", tmp_path / "hf" / "precisionctl").stderr.split())
     assert f"Did you mean {tmp_path / 'hf'}?" in told
+    run("convert", tmp_path / "hf", tmp_path / "megatron", "--to", "megatron")
+    (tmp_path / "runs" / "notes").mkdir(parents=True)
+    (tmp_path / "runs" / "notes" / "notes.txt").touch()
+    (tmp_path / "megatron" / "release").rename(tmp_path / "runs" / "one")
+    assert "Looked for:" in run("inspect", tmp_path / "runs" / "notes").stderr, "beside a checkpoint, and in none"
     line = ("export-inference", tmp_path / "hf", tmp_path / "out", "--target", "vllm")
     told = run(*line, "--fp8-state", tmp_path / "hf").stderr
     assert "a directory. Give a file of `calibrate`" in " ".join(told.split())
