@@ -48,9 +48,10 @@ def _matches(weight: str, pattern: str) -> bool:
 
 
 def _whole_names(linears: Sequence[str], pattern: str) -> str:
-    """The advice for a pattern that matches nothing: a longer one, of which it is the beginning or the end."""
-    longer = (each for each in (f"*.{pattern}", f"{pattern}.*") if any(_matches(name, each) for name in linears))
-    if meant := next(longer, None):
+    """The advice for a pattern that matches nothing: one that does, of which it is a part, perhaps with `.weight`."""
+    bare = pattern.removesuffix(".weight")
+    others = (bare, f"*.{bare}", f"{bare}.*", f"*.{bare}.*")
+    if meant := next((each for each in others if any(_matches(name, each) for name in linears)), None):
         return f"Patterns match whole names of modules. Did you mean '{meant}'?"
     example = f", such as `{linears[0].removesuffix('.weight')}`" if linears else ""
     return f"Patterns match whole names of modules in the result{example}."

@@ -160,7 +160,14 @@ def test_a_pattern_that_matches_no_whole_name_is_answered_with_one_that_does(tmp
     (tmp_path / "hf").mkdir()
     pico.save(tmp_path / "hf", "qwen3", dtype=torch.bfloat16)
     line = ("export-inference", tmp_path / "hf", tmp_path / "out", "--target", "vllm", "--scheme", "dynamic")
-    for pattern, meant in (("v_proj", "*.v_proj"), ("model.layers.0", "model.layers.0.*")):
+    for pattern, meant in (
+        ("v_proj", "*.v_proj"),
+        ("v_proj.weight", "*.v_proj"),
+        ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj"),
+        ("model.layers.0", "model.layers.0.*"),
+        ("layers.0", "*.layers.0.*"),
+        ("mlp", "*.mlp.*"),
+    ):
         assert f"Did you mean '{meant}'?" in run(*line, "--exclude", pattern).stderr
         assert run(*line, "--exclude", meant, "--dry-run").exit_code == 0
     told = run(*line, "--exclude", "decoder.layers.0.*").stderr
