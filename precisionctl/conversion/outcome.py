@@ -75,6 +75,6 @@ def zeroed_notes(shares: Mapping[str, float]) -> Iterator[str]:
         first = ", ".join(f"{name} {shares[name]:.1%}" for name in worst[:3]) + (", ..." if len(worst) > 3 else "")
         yield (
             f"WARNING: many elements became 0 in {len(worst)} of the tensors ({first}): the largest ones take up all "
-            "of their scales' range. Leave such modules out with keep_bf16 in a --recipe, or choose finer scales "
-            "(`export-inference --scheme`)."
+            f"of their scales' range. Leave such modules out (--exclude '{worst[0].removesuffix('.weight')}'), or "
+            "choose another scheme (`export-inference --scheme`)."
         )

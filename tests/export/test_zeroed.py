@@ -77,6 +77,8 @@ def test_four_bits_name_tensors_whose_groups_have_outliers(tmp_path: Path, schem
     save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
     said = say("export-inference", source, tmp_path / "all", *how)
     assert f"many elements became 0 in 1 of the tensors ({DOWN} 93.8%)" in said
+    (excluded,) = re.findall(r"Leave such modules out \(--exclude '(.+?)'\)", said)
+    assert "became 0" not in say("export-inference", source, tmp_path / "without", *how, "--exclude", excluded)
     compared = say("verify", source, tmp_path / "all")  # all codes are those of their values
     assert "93.8% of values became zero" in compared and compared.count("became zero") == 1
 
