@@ -11,7 +11,7 @@ from typing import Literal
 
 from precisionctl.codes.numerics import MX_BLOCK
 from precisionctl.codes.statistics import Scaling
-from precisionctl.errors import RecipeError
+from precisionctl.errors import RecipeError, shown
 from precisionctl.fp8.state import DelayedScaling, Fp8Format, Role, code_dtype
 from precisionctl.param import GEMM_ALIGNMENT, gemm_misfit
 from precisionctl.torch_when_used import torch
@@ -62,7 +62,7 @@ class Precision:
     def __post_init__(self) -> None:
         for key in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
             if getattr(self, key) < 0:
-                raise RecipeError(f"precision.{key} = {getattr(self, key)} must be 0 or above")
+                raise RecipeError(f"precision.{key} = {shown(getattr(self, key))} must be 0 or above")
         ends = [phase.until for phase in self.schedule]
         if ends and not (ends[-1] == 1 and all(before < end for before, end in pairwise([0.0, *ends]))):
             raise RecipeError(
@@ -133,8 +133,9 @@ class Precision:
         `keep_bf16` by name. Raises RecipeError if no layer is left for FP8."""
         at_start, at_end = self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16
         if at_start + at_end >= number:
+            at_first, at_last = shown(at_start), shown(at_end)
             raise RecipeError(
-                f"the first {at_start} and the last {at_end} layers in BF16 leave none of {number} for FP8",
+                f"the first {at_first} and the last {at_last} layers in BF16 leave none of {number} for FP8",
                 do="Give smaller num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16, or train in BF16.",
             )
         last = tuple(f"decoder.layers.{layer}.*" for layer in range(number - at_end, number))

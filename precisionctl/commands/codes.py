@@ -38,7 +38,7 @@ from precisionctl.param import is_slice
 from precisionctl.planning.gemm_selection import groups_asked_for
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.planning.served_model import served
-from precisionctl.precision import Precision
+from precisionctl.precision import EVERY_GEMM, Precision
 from precisionctl.quant_methods.base import FOUR_BITS, SCHEMES, Scheme, quant_methods
 from precisionctl.untrusted.safe_json import parse_json
 
@@ -80,6 +80,11 @@ class _EngineCodes:
         precision, not_heeded = precision_of_export(request.recipe, source.trained_in, source.plan.model)
         asked = groups_asked_for(source.plan, request.include)
         jobs = fp8_jobs(source.plan, precision, asked)
+        if not jobs and fp8_jobs(source.plan, EVERY_GEMM):
+            raise PrecisionError(
+                f"{'the recipe' if request.recipe else 'the run'} keeps all in BF16 that could be codes",
+                do="Give a --recipe that keeps less, or --include PATTERN, whatever is kept.",
+            )
         scheme, why = self._scheme(jobs)
         form = self._format(scheme, why)
         self._check_values(scheme, ())  # before amaxes are asked for, which nothing would need

@@ -19,8 +19,9 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.commands.run_precision import precision_of_export, precision_of_run
+from precisionctl.commands.source import Source
 from precisionctl.engines.base import engine_named
-from precisionctl.errors import MissingFp8State
+from precisionctl.errors import MissingFp8State, PrecisionError
 from precisionctl.fp8 import sidecar
 from precisionctl.precision import PRESETS, BlockScaling
 from precisionctl.verify.compare import compare
@@ -269,6 +270,18 @@ def test_where_a_run_kept_every_layer_in_bf16_an_export_does_not_and_says_so(pla
     by_name = replace(PRESETS["fp8-block"], keep_bf16=("*.linear_proj",), num_layers_at_end_in_bf16=2)
     precision, notes = precision_of_export(None, by_name, command.plan.model)
     assert precision.keep_bf16 == ("*.linear_proj",) and len(notes) == 1
+
+
+@pytest.mark.parametrize("who", ["recipe", "run"])
+def test_where_all_is_kept_in_bf16_the_error_says_by_whom(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    all_kept = replace(PRESETS["fp8-block"], keep_bf16=("*",))
+    if who == "run":
+        monkeypatch.setattr(Source, "trained_in", all_kept)
+    request = Request.export(place / "hf", tmp_path / "out", "vllm", "dynamic")
+    with pytest.raises(PrecisionError, match=f"the {who} keeps all in BF16 .*--include PATTERN"):
+        plan_command(replace(request, recipe=all_kept if who == "recipe" else None))
 
 
 @pytest.mark.parametrize("how", ["a scheme", "te", "convert"])

@@ -186,6 +186,8 @@ def test_the_first_and_last_layers_stay_in_bf16() -> None:
         KEPT.of_layers(3)
     with pytest.raises(RecipeError, match="num_layers_at_end_in_bf16 = -1 must be 0 or above"):
         Precision(fp8=True, num_layers_at_end_in_bf16=-1)
+    with pytest.raises(RecipeError, match=r"^.{,200}leave none of 3 for FP8"):
+        Precision(fp8=True, num_layers_at_end_in_bf16=10**400).of_layers(3)
 
 
 @pytest.mark.parametrize("end", [1, *in_soak(0)])
