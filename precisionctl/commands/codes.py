@@ -283,8 +283,7 @@ class _EngineCodes:
     def _other_division(self, layout: ServingLayout) -> str:
         """The advice for a layout that the engine cannot make: one that it can, as near to it as there is."""
         joined = replace(layout, expert_parallel=False)
-        fewer = range(layout.ranks - 1, 0, -1)
-        others = [*map(layout.on, fewer[:-1]), joined, *map(joined.on, fewer)]
+        others = [*(each for each in layout.on_fewer() if each.expert_parallel), joined, *joined.on_fewer()]
         taken = next(each for each in others if not self.engine.division.check(self.source.plan.targets, each))
         number = f"another --tp, such as {taken.ranks}" if taken.ranks < layout.ranks else ""
         if taken.expert_parallel == layout.expert_parallel:

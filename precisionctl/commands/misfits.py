@@ -69,29 +69,29 @@ class Misfits:
     def advice(self, left: Sequence[Job]) -> str:
         """What to do if not all weights fit, and these jobs are left without those that do not."""
         others = self._others()
-        fitting = " or ".join(each.form.scheme for each in others if each.all_fit())
-        or_all = f"--scheme {fitting}, which takes them, or " if fitting else ""
+        ways = []
+        if fitting := " or ".join(each.form.scheme for each in others if each.all_fit()):
+            ways.append(f"--scheme {fitting}, which takes them")
         if divisions := " or ".join(self._divisions()):
-            or_all += f"{divisions}, under which all fit, or "
+            ways.append(f"{divisions}, under which all fit")
         if self._takes(left):
-            return (
-                f"`export-inference` has {or_all}--keep-misfits, which leaves them in BF16 with what is computed with "
-                "them; or name modules in --exclude, or keep_bf16 of a --recipe."
-            )
-        keeping = " or ".join(each.form.scheme for each in others if each._takes(each.left()))
-        if keeping and not fitting:
-            or_all += f"--keep-misfits in another scheme (--scheme {keeping}), which takes some of them, or "
-        return f"`export-inference` has {or_all}--target, for another engine."
+            ways.append("--keep-misfits, which leaves them in BF16 with what is computed with them")
+            ways.append("--exclude, or keep_bf16 of a --recipe, for modules by name")
+        else:
+            keeping = " or ".join(each.form.scheme for each in others if each._takes(each.left()))
+            if keeping and not fitting:
+                ways.append(f"--keep-misfits in another scheme (--scheme {keeping}), which takes some of them")
+            ways.append("--target, for another engine")
+        return f"`export-inference` has {'; or '.join(ways)}."
 
     def _divisions(self) -> Iterator[str]:
         """The options by which the engine's GPUs would cut the model so that it takes all weights: experts whole, or
         the largest smaller number of GPUs."""
-        division, ranks = self.engine.division, self.layout.ranks
-        if ranks > 1 and division.experts and not self.layout.expert_parallel:
+        if self.layout.ranks > 1 and self.engine.division.experts and not self.layout.expert_parallel:
             if self._fit_on(replace(self.layout, expert_parallel=True)):
                 yield "--expert-parallel"
-        if fewer := next((each for each in range(ranks - 1, 0, -1) if self._fit_on(self.layout.on(each))), None):
-            yield f"--tp {fewer}"
+        if fewer := next(filter(self._fit_on, self.layout.on_fewer()), None):
+            yield f"--tp {fewer.ranks}"
 
     def _fit_on(self, layout: ServingLayout) -> bool:
         """Whether the engine takes all weights as another layout divides them."""

@@ -9,7 +9,7 @@ linear's name.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -167,6 +167,10 @@ class ServingLayout:
     def on(self, ranks: int) -> "ServingLayout":
         """The same model on another number of GPUs."""
         return replace(self, ranks=ranks, expert_parallel=self.expert_parallel and ranks > 1)
+
+    def on_fewer(self) -> "Iterator[ServingLayout]":
+        """The same model on every smaller number of GPUs, the largest first."""
+        return map(self.on, range(self.ranks - 1, 0, -1))
 
     @property
     def uneven(self) -> str | None:
