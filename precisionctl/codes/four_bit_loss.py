@@ -27,9 +27,11 @@ GAUSSIAN_DB: Mapping[FourBitScheme, float] = {"nvfp4": 21.2, "mxfp4": 19.0, "w4a
 GAUSSIAN_ZEROS: Mapping[FourBitScheme, float] = {"nvfp4": 0.081, "mxfp4": 0.098, "w4a16": 0.134}
 """SQNR of Gaussian weights, and the share of them that become zero: what the steps cost by themselves."""
 
-MOST_ZEROS = 3.0
-"""From this many times those of Gaussian weights on, elements that become zero say that outliers take up the range of
+ZEROS_LIMIT = 3.0
+"""More elements that become zero than this many times those of Gaussian weights say that outliers take up the range of
 scales. In w4a16, the coarsest, Laplace's distribution has 2.0 times as many, Student's of 3 degrees of freedom 2.5."""
+MOST_ZEROS: Mapping[FourBitScheme, float] = {scheme: ZEROS_LIMIT * share for scheme, share in GAUSSIAN_ZEROS.items()}
+"""The share of elements that become zero above which it says so."""
 
 
 def most_zeros(element: Element, block: tuple[int | None, int | None], *, zero_points: bool) -> float | None:
@@ -38,7 +40,7 @@ def most_zeros(element: Element, block: tuple[int | None, int | None], *, zero_p
     if zero_points:
         return None
     schemes = (scheme for scheme, (of, group) in FORMATS.items() if (of, (1, group)) == (element, block))
-    return next((MOST_ZEROS * GAUSSIAN_ZEROS[scheme] for scheme in schemes), None)
+    return next((MOST_ZEROS[scheme] for scheme in schemes), None)
 
 
 _ROUNDING = 1 + 2.0**-22

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from math import isinf
 from typing import TYPE_CHECKING
 
@@ -204,11 +205,12 @@ class _WeightCodes:
         self._searches = seen is not None and seen.searches
         has_changed = seen is not None and seen.former is not None and not bool(seen.fits.all())
         self._changed = 0 if has_changed else None
-        self._most_zeros = self._limit()
         self._elements, self._zeroed = 0, 0  # those that were looked at, and those that became zero
 
-    def _limit(self) -> float | None:
-        """The share of elements above which it is told that they became zero; None if they are not counted."""
+    @cached_property
+    def _most_zeros(self) -> float | None:
+        """The share of elements above which it is told that they became zero; None if they are not counted. In four
+        bits many Gaussian weights become zero too: how many is known of the groups of schemes, without zero points."""
         spec = self._encoder.specs[self._name]
         if spec.element.is_fp8:
             return UNDERFLOW

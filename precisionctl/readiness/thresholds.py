@@ -3,7 +3,7 @@ The source of a limit that is not published is `ours`, and its docstring says wh
 
 from dataclasses import dataclass
 
-from precisionctl.codes.four_bit_loss import MOST_ZEROS
+from precisionctl.codes.four_bit_loss import ZEROS_LIMIT
 from precisionctl.codes.statistics import UNDERFLOW as UNDERFLOW_SHARE
 from precisionctl.fp8.carry import STALE as STALE_FACTOR
 
@@ -49,7 +49,7 @@ NOISE = Threshold(2.0, "2 times", "ours")
 """Noise of a weight in four bits, in times that of Gaussian weights: 2 times is 3 dB. In INT4 a channel of outliers 8
 times the others' costs 8 dB."""
 
-ZEROS = Threshold(MOST_ZEROS, "3 times", "ours")
+ZEROS = Threshold(ZEROS_LIMIT, "3 times", "ours")
 """Elements of a weight that become zero in four bits, in times those of Gaussian weights. An outlier that takes up its
 group's range is most of the group's signal too, so SQNR stays high, in NVFP4 above all."""
 
