@@ -35,7 +35,7 @@ from precisionctl.export.model_card import INPUTS_BY_ENGINE, INPUTS_IN_BF16, Car
 from precisionctl.export.schemes import best_scheme, kept_in_four_bits, takes
 from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.param import is_slice
-from precisionctl.planning.gemm_selection import groups_asked_for
+from precisionctl.planning.gemm_selection import included_groups
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.planning.served_model import served
 from precisionctl.precision import EVERY_GEMM, Precision
@@ -78,8 +78,7 @@ class _EngineCodes:
     def result(self) -> Result:
         request, source, engine, known = self.request, self.source, self.engine, self.source.known
         precision, not_heeded = precision_of_export(request.recipe, source.trained_in, source.plan.model)
-        asked = groups_asked_for(source.plan, request.include)
-        jobs = fp8_jobs(source.plan, precision, asked)
+        jobs = fp8_jobs(source.plan, precision, included_groups(source.plan, request.include))
         if not jobs and fp8_jobs(source.plan, EVERY_GEMM):
             raise PrecisionError(
                 f"{'the recipe' if request.recipe else 'the run'} keeps all in BF16 that could be codes",

@@ -117,12 +117,13 @@ _WRAPPED = ("language_model", "visual", "vision_tower", "vision_model", "audio_t
 """Words in the names of wrappers, whose towers have no table and whose text model may stand in another place."""
 
 
-def fp8_jobs(plan: Plan, precision: Precision, asked: Set[str] = frozenset()) -> list[Job]:
+def fp8_jobs(plan: Plan, precision: Precision, included: Set[str] = frozenset()) -> list[Job]:
     """The jobs whose weights become codes. Left out are experts that a family stores as one tensor, since no engine
     reads codes of such a tensor, and weights that engines want in the same form as one that stays in BF16. Groups of
-    weights (`precision_group`) that are `asked` for become codes whatever the precision."""
+    weights (`precision_group`) that are `included` become codes whatever the precision."""
     jobs = [job for job in plan.jobs if job.row.may_be_codes and job.weights and not is_slice(job.writes[0])]
-    kept = {precision_group(name) for job in jobs if not precision.in_fp8(job.module) for name in job.weights} - asked
+    kept = {precision_group(name) for job in jobs if not precision.in_fp8(job.module) for name in job.weights}
+    kept -= included
     return [job for job in jobs if kept.isdisjoint(map(precision_group, job.weights))]
 
 

@@ -37,7 +37,7 @@ def choose(plan: Plan, include: Sequence[str], exclude: Sequence[str]) -> Plan:
     return replace(plan, jobs=tuple(jobs))
 
 
-def groups_asked_for(plan: Plan, include: Sequence[str]) -> set[str]:
+def included_groups(plan: Plan, include: Sequence[str]) -> set[str]:
     """The groups of a chosen plan's FP8 weights that the patterns name, whatever a recipe keeps in BF16."""
     names = [name for job in plan.jobs for name in job.weights]
     return {precision_group(name) for name in names if any(_matches(name, pattern) for pattern in include)}
