@@ -86,7 +86,7 @@ def rope(
 
     def write(model: ModelShape) -> Config:
         config: dict[str, Any] = {"rope_theta": model.rotary_base}
-        if model.rotary_percent != 1 or percent != 1:  # engines have other defaults than the class
+        if model.rotary_percent != 1 or percent != 1:  # 1 too, for TensorRT-LLM has a default of its own
             config["partial_rotary_factor"] = model.rotary_percent
         if model.rope_scaling:
             config["rope_scaling"] = dict(model.rope_scaling)

@@ -255,7 +255,10 @@ fp8_state_option = click.option(
     help="FP8 state from this file of calibrate or of a recorder.",
 )
 include_option = click.option(
-    "--include", multiple=True, metavar="PATTERN", help="Also encode linears whose names match, e.g. 'model.visual.*'."
+    "--include",
+    multiple=True,
+    metavar="PATTERN",
+    help="Also encode linears whose names match, e.g. 'model.visual.*', whatever the run or --recipe keeps in BF16.",
 )
 exclude_option = click.option(
     "--exclude",

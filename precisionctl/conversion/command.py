@@ -81,8 +81,12 @@ class PlannedCommand:
     @property
     def source(self) -> TensorSource:
         """The source of tensors: the model, with the optimizer if anything is read of it."""
-        with_optimizer = self.run_reader or self.masters
-        return WithOptimizer(with_optimizer) if with_optimizer else self.reader
+        return WithOptimizer(self.with_optimizer) if self.with_optimizer else self.reader
+
+    @property
+    def with_optimizer(self) -> RunReader | None:
+        """The reader, if anything is read of the optimizer."""
+        return self.run_reader or self.masters
 
     @property
     def former(self) -> Mapping[str, Encoding]:
@@ -123,7 +127,7 @@ def execute(
         return None
     _check_source(command)
     with disk_problems(command.output), _journal(command, restart, ranks) as journal:
-        masters_note, of_run = "", command.run_reader or command.masters
+        masters_note, of_run = "", command.with_optimizer
         if ranks.first and isinstance(of_run, TorchDistReader) and of_run.in_buckets:
             masters_note = prove_masters(of_run)  # buckets do not name the parameters that they hold
         outcome = convert(

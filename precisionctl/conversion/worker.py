@@ -211,7 +211,7 @@ class Worker:
                 self._put(segment.write, row + before, self._rows_of_codes(job, segment.read, row, count))
 
     def _rows_of_codes(self, job: Job, name: str, row: int, rows: int) -> Tensor:
-        """Rows of codes with the scales of their groups, in the bytes that the job's target has them in."""
+        """Rows of codes with the scales of their groups, as bytes in the order of the job's target."""
         packing = self._writer.specs[job.writes[0]].packing
         assert isinstance(packing, KeptCodes)
         spec = self._reader.specs[name]

@@ -226,12 +226,13 @@ def _muon_options(source: LaunchSource) -> list[Option]:
     for key, said in read_muon_args(args).items():
         if key not in MUON_KEYS:
             continue
-        try:
-            value = getattr(recipe_of({f"optimizer.{key}": said}, source.path).optimizer, key)
-        except RecipeError:  # a value that no recipe has, as a file may say anything
-            if _flag(key) != _STEPS or type(said) is not int or said < 1:
+        if _flag(key) == _STEPS and type(said) is int and said > 0:
+            value = said  # a recipe has no more than 99
+        else:
+            try:
+                value = getattr(recipe_of({f"optimizer.{key}": said}, source.path).optimizer, key)
+            except RecipeError:  # a value that no recipe has, as a file may say anything
                 continue
-            value = said  # Megatron has no limit of 99
         flag, is_default = _MUON_SWITCHES.get(key, _flag(key)), value == getattr(Optimizer(), key)
         if key in _MUON_SWITCHES:  # of a switch there is no flag for the default
             options += [] if is_default else [(flag,)]
