@@ -73,9 +73,10 @@ def _kept(reader: Reader, states: Fp8States | None, modules: Sequence[str]) -> l
     run, _ = precision_if_known(reader)
     if states is None or run is None:
         return []
-    in_fp8 = precision_of_export(None, run.precision, reader.model).in_fp8
+    precision, _ = precision_of_export(None, run.precision, reader.model)
     recorded = {name for name, state in states.modules.items() if any(part.recorded for part in state.roles.values())}
-    return [module for module in modules if not in_fp8(module) and module not in recorded | states.statistics.keys()]
+    measured = recorded | states.statistics.keys()
+    return [module for module in modules if not precision.in_fp8(module) and module not in measured]
 
 
 def _is_broken(measured: Sequence[Statistics]) -> bool:
