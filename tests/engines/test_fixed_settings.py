@@ -283,7 +283,8 @@ def test_dense_layers_behind_others_are_told_and_no_number_of_leading_ones_is_ad
     work = carry_out(Request.export(tmp_path / "hf", tmp_path / "out", target, "dynamic", keep_misfits=True))
     assert any("computes otherwise: mlp_layer_types is ['dense', 'sparse', 'dense']" in note for note in work.notes)
     found = [each for each in check(open_checkpoint(tmp_path / "out"), engine_named(target)) if each.rule.fatal]
-    assert ["mlp_layer_types" in each.what and "export-inference" not in each.rule.text for each in found] == [True]
+    assert ["mlp_layer_types" in each.what for each in found if each.what != "a deepseek"] == [True]
+    assert not any("export-inference" in each.rule.text for each in found)
     config = {"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense", "dense", "sparse"]}
     assert not engine_named(target).passed_over(config) and "first_k_dense_replace" in engine_named(target).lacks(
         config
