@@ -108,7 +108,7 @@ def test_weights_that_were_changed_since_are_not_the_run_s(place: Path, tmp_path
         Request(tmp_path / "hf", tmp_path / "again", "megatron", "fp8"),
         Request.export(tmp_path / "hf", tmp_path / "again", "vllm", keep_misfits=True),
     ):
-        assert OUTDATED in plan_command(request).notes
+        assert any(note.startswith(OUTDATED) for note in plan_command(request).notes)
     convert(tmp_path / "hf", tmp_path / "again", "hf")
     assert "run" not in json.loads((tmp_path / "again" / manifest.RELATIVE).read_text()), "nor is it handed on"
 
