@@ -225,6 +225,7 @@ def evaluate(
     from precisionctl import console
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.commands.hints import open_hinted
+    from precisionctl.commands.source_notes import opened_notes
     from precisionctl.export.model_card import NAME as CARD, around_quality, write_quality
     from precisionctl.paths import own_name
     from precisionctl.reports import evaluation as report
@@ -250,7 +251,8 @@ def evaluate(
     if json_wanted:
         print_json(result)
     else:
-        console.show_lines([*lines, *_written(checkpoint / CARD if card else None)])
+        opened = opened_notes(checkpoint, reader)
+        console.show_lines([*opened, *lines, *_written(checkpoint / CARD if card else None)])
 
 
 @click.command(

@@ -102,7 +102,7 @@ def compare_checkpoints(
     equal."""
     from precisionctl import console
     from precisionctl.commands.hints import open_hinted
-    from precisionctl.commands.source_notes import vocabulary_notes
+    from precisionctl.commands.source_notes import opened_notes, vocabulary_notes
     from precisionctl.reports import verify as report
     from precisionctl.verify.compare import compare
 
@@ -120,7 +120,8 @@ def compare_checkpoints(
             command = ["precisionctl", "verify", str(a), str(b), *(["--fp8"] if fp8 else [])]
             command += ["--fp8-state", str(fp8_state)] if fp8_state else []
             advice.append(f"Compare again: {shlex.join([*command, '--reference', str(next(known, 'HF_DIR'))])}")
-        console.show_lines([*report.left_out(comparison), report.verdict(comparison), *advice])
+        opened = [*opened_notes(a, left), *opened_notes(b, right)]
+        console.show_lines([*opened, *report.left_out(comparison), report.verdict(comparison), *advice])
     return comparison.equal
 
 

@@ -18,7 +18,6 @@ from precisionctl.checkpoints.megatron.directory import by_arguments, contradict
 from precisionctl.checkpoints.megatron.keys import RUN_FILE
 from precisionctl.checkpoints.other_trainers.trainer_run import of_trainer
 from precisionctl.checkpoints.run_reader import of_run
-from precisionctl.checkpoints.torch_dist.reader import recognise as recognise_torch_dist
 from precisionctl.commands.source import Source
 from precisionctl.errors import CheckpointError, PrecisionctlError, shown
 from precisionctl.export.encode import fp8_jobs
@@ -44,6 +43,7 @@ _NAMES = {
 def source_notes(source: Source) -> Iterator[str]:
     """Notes on what the source is, and on what the result will not have of it, for any kind of result."""
     reader, plan, reference = source.reader, source.plan, source.request.reference
+    yield from opened_notes(source.request.source, reader)
     yield from family_notes(reader, plan.model, plan.to_layout, named=source.request.architecture is not None)
     if plan.to_layout == "hf":
         yield from vocabulary_notes(reader)
@@ -101,6 +101,12 @@ def kept_notes(source: Source, jobs: Iterable[Job], *, options: str) -> Iterator
                 f"keep_bf16 {shown(pattern)} names no module. Whole names are matched, and here these are such as "
                 f"`{every[0].module}`."
             )
+
+
+def opened_notes(given: Path, reader: Reader) -> Iterator[str]:
+    """A note on which directory was opened in the one that was `given`."""
+    if reader.path and reader.path.resolve() != given.resolve():
+        yield f"Read: {reader.path}"
 
 
 def family_notes(reader: Reader, model: ModelShape, to: Layout, *, named: bool) -> Iterator[str]:
@@ -180,8 +186,6 @@ def reading_notes(reader: Reader) -> Iterator[str]:
     if isinstance(reader, HuggingFaceReader) and (step := step_directory(reader.path)):
         inside = f"give {step.name} inside" if step != reader.path else "give a folder with its files alone"
         yield f"FP32 masters and the optimizer of DeepSpeed stay behind: {inside} to take them along."
-    if isinstance(reader, HuggingFaceReader) and recognise_torch_dist(reader.path):
-        yield "A checkpoint of Megatron inside, such as ms-swift's with the optimizer, stays behind: give its iter_*."
     factor = reader.args.get(CAPACITY) if of_megatron(reader) and reader.model.moe else None
     if isinstance(factor, int | float) and factor >= 0:  # below, it is as if it were not said
         yield (

@@ -14,6 +14,7 @@ from precisionctl.commands.run_precision import (
     settings_notes,
     unknown_arguments,
 )
+from precisionctl.commands.source_notes import opened_notes
 from precisionctl.conversion.known_state import KnownState, known_state
 from precisionctl.errors import RecipeError
 from precisionctl.model.model_shape import ModelShape
@@ -86,6 +87,7 @@ class RunPlan:
             yield from self.precision_notes
         yield from self._rate_notes(begun, begins=begins)
         if begins:
+            yield from opened_notes(self.settings.checkpoint, self.source)
             yield from loading.loading_notes(self.recipe, self.source, self.skipped)
         if self.source.fp8 is not None and not self.recipe.precision.fp8:
             collects, how = self.settings.collect_amax, "is carried along in the sidecar, unused"
