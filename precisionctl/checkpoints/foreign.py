@@ -3,7 +3,6 @@
 They are recognised by file names, config.json and names of tensors; nothing is unpickled.
 """
 
-import re
 import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from precisionctl.checkpoints.other_trainers import litgpt_families
 from precisionctl.checkpoints.other_trainers.olmo_core_families import LAST_NORM
 from precisionctl.checkpoints.other_trainers.torchtitan_families import EMBEDDINGS
 from precisionctl.checkpoints.other_trainers.trainer_directory import says_its_model
+from precisionctl.checkpoints.other_trainers.trainer_trees import number_of_step
 from precisionctl.checkpoints.output import GOES_ON, UNFINISHED, is_unfinished
 from precisionctl.checkpoints.torch_files import dcp_metadata
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
@@ -69,11 +69,8 @@ def _without_params(path: Path) -> str | None:
     return None if there else _has("consolidated*.safetensors", "consolidated.*.pth")(path)
 
 
-_STEP = re.compile(r"(?:epoch_\d{1,15}_)?(?:checkpoint|step|global_step|epoch|iter)[-_]?(\d{1,15})")
-
-
 def _newest_step(path: Path) -> str | None:
-    steps = [(int(match[1]), one) for one in _directories(path) if (match := _STEP.fullmatch(one.name))]
+    steps = [(step, one) for one in _directories(path) if (step := number_of_step(one.name)) is not None]
     return shlex.quote(max(steps)[1].name) if steps else None
 
 
@@ -88,22 +85,9 @@ _MODELS = (
 
 
 def _model_inside(path: Path) -> str | None:
-    return next(iter(_models_inside(path)), None)
-
-
-def _models_inside(path: Path) -> list[str]:
-    """The directories with the name of a model's, and more in them than a config and a tokenizer."""
+    """A directory with the name of a model's, and more in it than a config and a tokenizer."""
     inside = {one.name for one in _directories(path) if _directories(one) or any(map(_is_weights, one.iterdir()))}
-    return [name for name in _MODELS if name in inside]
-
-
-def only_inside(path: Path) -> Path | None:
-    """The one directory in a folder that can be meant by it: of several steps none, nor of several models."""
-    if is_unfinished(path) or not path.is_dir() or _has("*.safetensors", "*.bin")(path):
-        return None
-    steps = [one.name for one in _directories(path) if _STEP.fullmatch(one.name)]
-    found = [*steps, *_models_inside(path)]
-    return path / found[0] if len(found) == 1 else None
+    return next((name for name in _MODELS if name in inside), None)
 
 
 def _is_weights(path: Path) -> bool:

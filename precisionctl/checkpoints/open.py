@@ -8,25 +8,21 @@ from pathlib import Path
 from precisionctl import checkpoints
 from precisionctl.checkpoints import foreign, huggingface
 from precisionctl.checkpoints.base import NO_HINTS, Container, Hints, Reader
+from precisionctl.checkpoints.other_trainers.trainer_trees import checkpoint_inside
 from precisionctl.discover import discover
 from precisionctl.errors import PrecisionctlError, UnknownFormat, nearest_path
 from precisionctl.paths import above
-from precisionctl.untrusted.safe_files import check_link
 
 _log = logging.getLogger(__name__)
 _LOOKED_INTO, _SHOWN = 100, 10
 """Folders in one that is no checkpoint, and checkpoints among them that an error names."""
 
-_FOLDERS = 6
-"""As many folders are looked into, one in another, as a checkpoint may be in; of a run of prime-rl these are four: the
-run, `checkpoints`, `step_N` and `trainer`."""
-
 
 def open_checkpoint(path: Path, iteration: int | None = None, hints: Hints = NO_HINTS, *, wanted: str = "") -> Reader:
     """A Reader for the checkpoint at `path`. In a Megatron directory of several iterations `iteration` selects one
-    (else the newest); `hints` say what a Megatron checkpoint does not say itself. A folder of one checkpoint is that
-    checkpoint, such as a step with the folder of an actor. If nothing known is at the path, the error gives `wanted` as
-    advice, else the formats that were looked for.
+    (else the newest); `hints` say what a Megatron checkpoint does not say itself. The path may
+    be a folder of a trainer's around its checkpoint (trainer_trees.py): a Reader's `path` is what was opened. If
+    nothing known is at the path, the error gives `wanted` as advice, else the formats that were looked for.
 
     Raises UnknownFormat if no container recognises it, or it is in a format that is not read (foreign.py);
     DamagedCheckpoint if it is recognised and broken.
@@ -34,15 +30,11 @@ def open_checkpoint(path: Path, iteration: int | None = None, hints: Hints = NO_
     if not path.exists():
         raise UnknownFormat("no such file or directory", where=path, do=nearest_path(path) or "Check the path.")
     containers = discover(checkpoints, "CONTAINER", Container)
-    for _ in range(_FOLDERS):
-        container = next((each for each in containers if each.recognise(path)), None)
-        if container is None and hints.companions and huggingface.has_weight_files(path):
-            container = huggingface.CONTAINER  # with the config.json of the reference
-        inside = None if container else foreign.only_inside(path)
-        if inside is None:
-            break
-        check_link(inside, path)
+    if iteration is None and (inside := checkpoint_inside(path)):
         path = inside
+    container = next((each for each in containers if each.recognise(path)), None)
+    if container is None and hints.companions and huggingface.has_weight_files(path):
+        container = huggingface.CONTAINER  # with the config.json of the reference
     if container is None:
         for unread in foreign.UNREAD:
             unread.check(path, path)
@@ -51,7 +43,7 @@ def open_checkpoint(path: Path, iteration: int | None = None, hints: Hints = NO_
     reader = container.open(path, iteration, hints)
     for shown_by_tensors in foreign.TENSORS:
         shown_by_tensors.check(reader, path)
-    _log.info("%s: %s, %d tensors in %d files", path, reader.container, len(reader.specs), len(reader.files))
+    _log.info("%s: %s, %d tensors in %d files", reader.path, reader.container, len(reader.specs), len(reader.files))
     return reader
 
 

@@ -30,9 +30,9 @@ from precisionctl.checkpoints.other_trainers.trainer_run import (
     different_counts,
     not_adams,
     number,
-    step_above,
     stored_group,
 )
+from precisionctl.checkpoints.other_trainers.trainer_trees import step_of
 from precisionctl.checkpoints.torch_files.dtensors import RankShard
 from precisionctl.checkpoints.torch_files.torch_zip import LocatedTensor, contiguous, skeleton
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, DamagedCheckpoint, damage, shown
@@ -93,7 +93,7 @@ def _read(directory: Path) -> SavedStates:
         what = f"the optimizer of {counted(len(optimizers), 'rank')}, the model of {len(models)}"
         raise DamagedCheckpoint(what, where=directory, do="Is the copy whole?")
     files, left = [*models, *optimizers], ("the scheduler's counts",)
-    saved = SavedStates(weights, files, step_above(directory), left=left)
+    saved = SavedStates(weights, files, step_of(directory), left=left)
     if not optimizers:
         return saved
     # A tensor on the same bytes as an earlier one is tied to it, and a whole tensor among DTensors is a buffer

@@ -87,7 +87,7 @@ class Source:
 
     @property
     def unknown_precision(self) -> tuple[str, ...]:
-        """Notes where the run says its precision in words not known here, or of other weights."""
+        """A note where the run says its precision in words not known here."""
         _, notes = self._run
         return notes
 

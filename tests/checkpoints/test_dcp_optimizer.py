@@ -247,14 +247,22 @@ def test_the_step_that_a_trainer_has_beside_pytorchs_checkpoint_is_the_runs(
     assert read().iteration == 7 and read().trainer_run.updates == 2
     torch.save({"a program's": "own"}, made / file)
     assert read().iteration == 2
-    torch.save({**saved, "global_step": "7", "step": "7"}, made / file)
-    with pytest.raises(DamagedCheckpoint, match="as a number"):
-        assert read().iteration
-
-    torch.save({**saved, "callbacks": json.JSONDecoder}, made / file)  # a class, as a program may have its own
-    reader = read()
-    (note,) = [note for note in reader.notes() if "step of the run" in note]
-    assert reader.iteration == 2 and f"Adam's count stands in for it: {file} was not read" in note
+    unread = {
+        "is no plain number": {**saved, "global_step": "7", "step": np.int64(7)},
+        "was not read": {**saved, "callbacks": json.JSONDecoder},  # a class, as a program may have its own
+        "was not read: it is larger": {**saved, "rng": bytes(5 << 20)},
+    }
+    for why, content in unread.items():
+        torch.save(content, made / file)
+        reader = read()
+        (note,) = [note for note in reader.notes() if "step of the run" in note]
+        assert reader.iteration == 2 and "Adam's count stands in for it" in note and f"{file} {why}" in note
+    (made / file).write_bytes(b"a program's own")
+    if file == "meta.pt":
+        assert read().iteration == 2
+    else:
+        with pytest.raises(DamagedCheckpoint):
+            assert read().iteration
 
 
 def test_lightning_fabrics_file_of_that_name_is_a_programs_own(tmp_path: Path) -> None:

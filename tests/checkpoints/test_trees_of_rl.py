@@ -8,8 +8,10 @@ miles at 31f1ca9 (fsdp_utils/checkpoint.py), LLaMA-Factory at ff6d4d1 (distribut
 """
 
 import argparse
+import re
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_files.dcp_metadata import Index, read_index, write_index
 from precisionctl.commands.source_notes import reading_notes
-from precisionctl.errors import UnknownFormat
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnknownFormat
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -255,9 +257,166 @@ def test_ms_swift_has_no_model_in_its_arguments_and_a_config_beside_its_iteratio
     (step / "args.json").write_text("{}")
     pico.save(tmp_path / "hf", "llama-3")
     hints = Hints(companions=read_companions(tmp_path / "hf"), reference=tmp_path / "hf")
-    for path in (step / "iter_0000007", step, tmp_path / "v0"):
-        assert assert_holds(path, live, hints).iteration == 7
-    for file in (tmp_path / "hf").iterdir():
-        shutil.copy(file, step)
-    assert assert_holds(step / "iter_0000007", live).iteration == 7
-    assert any("give its iter_*" in note for note in reading_notes(open_checkpoint(step)))
+    with pytest.raises(DamagedCheckpoint, match="--reference and --trust-reference"):
+        assert open_checkpoint(step, None, hints).model
+    for path in (step / "iter_0000007", step):
+        assert assert_holds(path, live, replace(hints, trust_reference=True)).iteration == 7
+    with pytest.raises(UnknownFormat, match="Give one of them, the newest for instance: .*/checkpoint-7"):
+        open_checkpoint(tmp_path / "v0")
+
+
+def test_nemo_rls_megatron_has_its_step_above_iterations_that_are_all_0(tmp_path: Path, run: tuple[Any, Any]) -> None:
+    made, live, common = iteration(tmp_path, run)
+    inside = tmp_path / "run" / "step_7" / "policy" / "weights"
+    shutil.copytree(made.parent, inside)
+    (inside / made.name).rename(inside / "iter_0000000")
+    torch.save({**common, "iteration": 0}, inside / "iter_0000000" / "common.pt")
+    (inside / "latest_checkpointed_iteration.txt").write_text("0")
+    for path in (inside / "iter_0000000", inside, inside.parent, inside.parent.parent, tmp_path / "run"):
+        assert assert_holds(path, live).iteration == 7
+    # A fresh start, such as Megatron-Bridge's import of the checkpoint that it lies in, is none of that step
+    shutil.copytree(inside, tmp_path / "checkpoint-1000" / "megatron")
+    assert open_checkpoint(tmp_path / "checkpoint-1000" / "megatron").iteration == 0
+
+
+def test_a_release_in_the_folder_of_a_step_has_none(
+    tmp_path: Path, run: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pico.save(tmp_path / "hf", "llama-3")
+    conversions.run(tmp_path / "hf", tmp_path / "step_7" / "policy" / "weights", "megatron", "bf16")
+    monkeypatch.chdir(tmp_path / "step_7" / "policy" / "weights" / "release")
+    assert open_checkpoint(Path()).iteration is None
+    assert open_checkpoint(tmp_path / "step_7" / "policy" / "weights").iteration is None
+
+
+# What looks like a tree and is none
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory, run: tuple[Any, Any]) -> Path:
+    """What wrong trees are made of: PyTorch's checkpoints of a model with its optimizer and of each alone, a whole
+    model, a `torch_dist`, its beginning, and files of other formats."""
+    made, (model, optimizer) = tmp_path_factory.mktemp("parts"), run
+    both = states(model, optimizer)
+    save(made / "both", both)
+    save(made / "model", {"model": both["model"]})
+    save(made / "optim", {"optim": both["optimizer"]})
+    model.save_pretrained(made / "whole")
+    shutil.copytree(made / "whole", made / "of hf")
+    conversions.run(made / "whole", made / "converted", "megatron", "bf16")
+    shutil.copytree(made / "converted" / "release", made / "torch_dist")
+    shutil.copytree(made / "torch_dist", made / "half")
+    (made / "half" / "metadata.json").unlink()
+    (made / "empty").mkdir()
+    config_of(model, made / "hf")
+    return made
+
+
+def lay(parts: Path, where: Path, tree: Mapping[str, str]) -> None:
+    """A tree of these parts; what is none of them is a file's content."""
+    for name, part in tree.items():
+        if (parts / part).is_dir():
+            shutil.copytree(parts / part, where / name)
+        else:
+            (where / name).parent.mkdir(parents=True, exist_ok=True)
+            (where / name).write_text(part)
+
+
+POLICY = {"step_7/policy/weights": "model", "step_7/policy/optimizer": "optim"}
+
+NO_TREE: dict[str, tuple[Mapping[str, str], str]] = {
+    # as fine-tuning leaves them
+    "a step and the best": ({"checkpoint-10": "whole", "best": "whole"}, "Give one of them.*/checkpoint-10"),
+    "one step alone": ({"checkpoint-10": "whole"}, "Give one of them.*/checkpoint-10"),
+    "a step and Meta's file": ({"checkpoint-10": "whole", "consolidated.00.pth": "x"}, "params.json"),
+    "a step and NeMo 1": ({"x.nemo": "x", "final": "whole"}, "Give .*x.nemo"),
+    "a file and a model": ({"last.ckpt": "x", "hf": "whole"}, "Give .*/hf"),
+    # a tree of the table, and something beside it
+    "another step": ({**POLICY, "step_8": "empty"}, "newest for instance: .*/step_8"),
+    "a merged model beside": ({**POLICY, "merged": "whole"}, "Give one of them"),
+    "an adapter beside": ({**POLICY, "step_7/lora/adapter_model.safetensors": "x"}, "Give one of them"),
+    "hqq's file in the step": ({**POLICY, "step_7/qmodel.pt": "x"}, "Give one of them"),
+    "another model in the policy": ({**POLICY, "step_7/policy/model": "whole"}, "Give one of them"),
+    "another model deeper": ({**POLICY, "out/of/it/model.gguf": "x"}, "Give one of them"),
+    "a link beside": ({**POLICY, "latest": "->step_7"}, "Give one of them"),
+    "an optimizer by another name": ({"step_7/model": "model", "step_7/optimizers": "optim"}, "Give one of them"),
+    "no optimizer": ({"step_7/policy/weights": "model"}, "Give one of them"),
+    "a file for an optimizer": ({**POLICY, "step_7/policy/optimizer": "x"}, "Give one of them"),
+    "folders between": ({f"step_7/more/{name[7:]}": part for name, part in POLICY.items()}, "Give one of them"),
+    # of Megatron's
+    "a whole critic": (
+        {"global_step_7/policy": "half", "global_step_7/critic": "torch_dist", "global_step_7/ref": "torch_dist"},
+        "Give one of them",
+    ),
+    "an export beside": ({"checkpoint-500": "whole", "export": "torch_dist"}, "no latest_checkpointed_iteration"),
+    "a reference beside": ({"step_7": "both", "reference": "torch_dist"}, "no latest_checkpointed_iteration"),
+    "iterations, one half": ({"iter_0000002": "torch_dist", "iter_0000004": "half"}, "no latest_checkpointed_it"),
+}
+"""Folders in which several checkpoints could be meant, or no trainer's: what they have, and what is said."""
+
+
+@pytest.mark.parametrize("name", NO_TREE)
+def test_what_is_no_trainers_tree_or_has_more_in_it_is_not_opened(tmp_path: Path, parts: Path, name: str) -> None:
+    tree, said = NO_TREE[name]
+    lay(parts, tmp_path, {place: part for place, part in tree.items() if not part.startswith("->")})
+    for place, part in tree.items():
+        if part.startswith("->"):
+            (tmp_path / place).symlink_to(part[2:])
+    with pytest.raises(CheckpointError) as refused:
+        open_checkpoint(tmp_path, None, Hints(companions=read_companions(parts / "hf")))
+    assert re.search(said, str(refused.value)), str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"model": "model", "optim": "optim", "optimizer": "optim"},
+        {"weights": "model", "optimizer": "optim", "model": "model", "optim": "optim"},
+        {"model": "model", "optim": "x", "optimizer.pt": "x"},
+    ],
+    ids=["two optimizers", "two models", "a file for an optimizer"],
+)
+def test_a_step_with_two_pairs_or_none_is_not_opened(tmp_path: Path, parts: Path, tree: Mapping[str, str]) -> None:
+    lay(parts, tmp_path / "step_7", tree)
+    with pytest.raises(UnknownFormat, match="a folder with a model in it"):
+        open_checkpoint(tmp_path / "step_7", None, Hints(companions=read_companions(parts / "hf")))
+
+
+def test_the_tracker_of_a_run_goes_before_folders_that_are_in_trees(tmp_path: Path, parts: Path) -> None:
+    lay(parts, tmp_path, dict.fromkeys(["iter_0000000", "iter_0000002", "policy"], "torch_dist"))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    assert open_checkpoint(tmp_path).path == tmp_path / "iter_0000002"
+
+
+@pytest.mark.parametrize(
+    ("tree", "given", "step"),
+    [
+        ({"step_3/sub/global_step_100": "both"}, "step_3/sub/global_step_100", 2),
+        ({"checkpoint-3/copy": "both"}, "checkpoint-3/copy", 2),
+        ({"checkpoint-9": "both"}, "checkpoint-9", 2),
+        # accelerate's example counts batches in it
+        ({"step_800/pytorch_model_fsdp_0": "model", "step_800/optimizer_0": "optim"}, "step_800", 2),
+        ({"step_9/exp/lr1/x": "model"}, "step_9/exp/lr1/x", None),
+        ({"step_9/policy/weights": "model"}, "step_9/policy/weights", None),
+        ({"step_5/policy": "torch_dist"}, "step_5/policy", 0),
+    ],
+)
+def test_a_folder_that_is_no_trees_gives_no_step(
+    tmp_path: Path, parts: Path, tree: Mapping[str, str], given: str, step: int | None
+) -> None:
+    lay(parts, tmp_path, tree)
+    reader = open_checkpoint(tmp_path / given, None, Hints(companions=read_companions(parts / "hf")))
+    assert reader.iteration == step
+
+
+def test_what_was_opened_and_what_its_iteration_counts_are_said(tmp_path: Path, parts: Path) -> None:
+    lay(parts, tmp_path / "run", POLICY)
+    policy = tmp_path / "run" / "step_7" / "policy"
+    told = conversions.run(tmp_path / "run", tmp_path / "out", "hf", reference=parts / "hf", drop_optimizer=True).notes
+    assert f"Read: {policy}" in told
+    hints = Hints(companions=read_companions(parts / "hf"))
+    (tmp_path / "newest").symlink_to(policy.parent)
+    reader = open_checkpoint(tmp_path / "newest" / "policy", None, hints)
+    assert reader.iteration == 7 and any("Adam made 2" in note for note in reading_notes(reader))
+    alone = open_checkpoint(policy / "weights", None, hints)
+    assert any(f"{policy / 'optimizer'} stays behind: give {policy}" in note for note in reading_notes(alone))

@@ -7,7 +7,7 @@ which model it is.
 
 NeMo Automodel (0.7) has a model's pieces in safetensors in `model/` of a step, with config.json and
 the tokenizer in `model/.hf_metadata`, and its optimizer in `optim/`. Other trainers, too, have each in a directory
-(`_APART`).
+(other_trainers/trainer_trees.py).
 """
 
 import io
@@ -25,7 +25,7 @@ from precisionctl.checkpoints.chunks import Chunk, ComputedTensor
 from precisionctl.checkpoints.computed_rows import SomeRows
 from precisionctl.checkpoints.dcp import automodel, olmo_core, torchtitan
 from precisionctl.checkpoints.dcp.dcp_optimizer import DcpOptimizer, split_off, under_a_key, with_names
-from precisionctl.checkpoints.dcp.saved_step import AUTOMODEL, SavedStep, saved_step
+from precisionctl.checkpoints.dcp.saved_step import SavedStep, saved_step
 from precisionctl.checkpoints.hf_directory import safetensors_pieces
 from precisionctl.checkpoints.hf_directory.fused_experts import stacks
 from precisionctl.checkpoints.hf_directory.wrapped_names import names_inside
@@ -38,10 +38,10 @@ from precisionctl.checkpoints.other_trainers.trainer_run import (
     adam_run,
     muon_settings,
     number,
-    step_above,
     trainer_step,
     with_parameters,
 )
+from precisionctl.checkpoints.other_trainers.trainer_trees import AUTOMODEL, DCP_TREES, step_of
 from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip
 from precisionctl.checkpoints.torch_files.dcp_tensors import LogicalTensor, LogicalTensors, check_whole, slices
 from precisionctl.checkpoints.torch_files.torch_zip import Span
@@ -61,20 +61,11 @@ ACCELERATE = "pytorch_model_fsdp_0"
 _ACCELERATE_OPTIMIZER = re.compile(r"optimizer_\d+")
 """Where it has optimizers: `optimizer_0`, and others if a program has several."""
 
-
 _AUTOMODEL_COMPANIONS = ".hf_metadata"
 """Where it has config.json and the tokenizer, in the directory of the model."""
 
-_APART = {
-    AUTOMODEL: ("optim", "optimizer"),
-    "weights": ("optimizer",),
-    f"weights/{AUTOMODEL}": ("optimizer/optim",),
-}
-"""Where trainers have the model in the directory of a step, and where its optimizer: Automodel (`model`, `optim`); the
-FSDP of miles and of LLaMA-Factory (`model`, `optimizer`); NeMo-RL in `policy`, with DTensor or with Automodel."""
-
-_COMPANIONS_APART = ("tokenizer", "hf_model")
-"""Where NeMo-RL has the tokenizer in that directory, and LLaMA-Factory the whole model."""
+_APART = {(tree.model, tree.optimizer): tree.companions for tree in DCP_TREES if tree.optimizer}
+"""Where trainers have the model and its optimizer in the directory of a step, and where config or tokenizer."""
 
 _AUTOMODEL_UNFINISHED = ".incomplete"
 """What is in the directory of a step while it is saved, and after a save that was stopped."""
@@ -121,9 +112,13 @@ def directories_of(path: Path) -> tuple[Path, Sequence[Path]] | None:
     if is_dcp(path / ACCELERATE):
         named = (one for one in path.iterdir() if _ACCELERATE_OPTIMIZER.fullmatch(one.name))
         return path / ACCELERATE, sorted(one for one in named if one.is_dir())
-    pairs = ((path / model, path / one) for model, optimizers in _APART.items() for one in optimizers)
-    there = ((model, apart) for model, apart in pairs if apart.is_dir() and is_dcp(model))
-    return next(((model, [apart]) for model, apart in there), None)
+    pairs = _pairs_in(path)  # of two, either could be meant
+    return (path / pairs[0][0], [path / pairs[0][1]]) if len(pairs) == 1 else None
+
+
+def _pairs_in(path: Path) -> Sequence[tuple[str, str]]:
+    """Which directories of a model and its optimizer are in that of a step."""
+    return [(model, apart) for model, apart in _APART if (path / apart).is_dir() and is_dcp(path / model)]
 
 
 def _of_optimizers(apart: Sequence[Path], path: Path) -> tuple[dcp_metadata.Index | None, str]:
@@ -159,7 +154,8 @@ class DcpModelReader(TrainerDirectory):
         hints: Hints,
         apart: Sequence[Path] = (),
     ) -> None:
-        beside = (directory, directory / _AUTOMODEL_COMPANIONS, *(path / name for name in _COMPANIONS_APART))
+        own = (path / places for pair in _pairs_in(path) if directory != path and (places := _APART[pair]))
+        beside = (directory, directory / _AUTOMODEL_COMPANIONS, *own)
         super().__init__(path, hints, "a PyTorch checkpoint (DCP)", *beside)
         self._directory = directory
         if own_name(directory) == AUTOMODEL and (above(directory) / _AUTOMODEL_UNFINISHED).exists():
@@ -268,8 +264,7 @@ class DcpModelReader(TrainerDirectory):
         if self.not_carried:
             left = counted(len(self.not_carried), "tensor")
             yield f"Not carried over from the run: {left} of its optimizer and other state."
-        if self._saved_step.unread:
-            yield f"The step of the run is not known, and Adam's count stands in for it: {self._saved_step.unread}."
+        yield from self._step_notes()
         if modules := len(self._payloads) + sum(map(_has_state, self._pickled)):
             yield f"FP8 state of Transformer Engine stays behind: {counted(modules, 'module')}."
         if self._unplaced:
@@ -322,24 +317,40 @@ class DcpModelReader(TrainerDirectory):
         return replace(found, muon=muon_settings(muon, self.path), left=(*found.left, *own, _OF_MUON))
 
     @cached_property
-    def _saved_step(self) -> SavedStep:
-        return saved_step(self._directory)
-
-    @cached_property
     def iteration(self) -> int | None:
         """The step that the trainer has saved, else that of the folder's name, else Adam's count; None for weights
         alone. Raises DamagedCheckpoint for a step that is no number."""
+        step = self._run_step.step
+        return self._updates if step is None else step
+
+    @cached_property
+    def _run_step(self) -> SavedStep:
+        """The step by the trainer's files and folders, as far as they say one."""
         if (step := trainer_step(self.path)) is not None:
-            return step
+            return SavedStep(step)
         if self._step and self.names_of == TORCHTITAN:
-            return number(torch_zip.skeleton_at(self._step), self._step.path)
-        if self._saved_step.step is not None:
-            return self._saved_step.step
-        if (step := step_above(self._directory)) is not None:
-            return step
+            return SavedStep(number(torch_zip.skeleton_at(self._step), self._step.path))
+        saved = saved_step(self._directory)
+        return saved if saved.step is not None else replace(saved, step=step_of(self._directory))
+
+    @cached_property
+    def _updates(self) -> int | None:
         with suppress(CheckpointError):  # there is no optimizer, or one that can only be dropped
             return self._optimizer.updates  # not `trainer_run`: each setting would take a read
         return None
+
+    def _step_notes(self) -> Iterator[str]:
+        step, unread = self._run_step.step, self._run_step.unread
+        if unread and step is None:
+            yield f"The step of the run is not known, and Adam's count stands in for it: {unread}."
+        if None not in (step, self._updates) and step != self._updates:
+            yield f"The iteration is {step}, the step that the trainer gave the checkpoint; Adam made {self._updates}."
+        if self._directory == self.path and not self._moments:
+            here = self.path.resolve()
+            above_it = {pair: here.parents[len(Path(pair[0]).parts) - 1] for pair in _APART}
+            for (model, apart), step_folder in above_it.items():
+                if step_folder / model == here and (model, apart) in _pairs_in(step_folder):
+                    yield f"The optimizer in {step_folder / apart} stays behind: give {step_folder} to take it along."
 
     @property
     def files(self) -> Sequence[Path]:

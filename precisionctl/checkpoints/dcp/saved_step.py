@@ -13,15 +13,20 @@ from pathlib import Path
 
 from precisionctl.checkpoints.dcp import olmo_core
 from precisionctl.checkpoints.other_trainers.trainer_run import number
+from precisionctl.checkpoints.other_trainers.trainer_trees import AUTOMODEL
 from precisionctl.checkpoints.torch_files import torch_zip
-from precisionctl.errors import UnsafePickle
+from precisionctl.errors import DamagedCheckpoint, UnsafePickle
 from precisionctl.paths import above, own_name
+from precisionctl.sizes import size
 from precisionctl.untrusted.safe_files import has_file
 
-AUTOMODEL = "model"
-"""Where NeMo Automodel has the model, in the directory of a step."""
+_META = "meta.pt"
+"""Lightning's file, or one of any other program's; the other files are their trainers'."""
 
 _OF_LIGHTNING = "pytorch-lightning_version"
+
+_LARGEST = 4 << 20
+"""Most bytes of such a file that is read: they have kilobytes, OLMo-core's the state of its loader, too."""
 
 
 @dataclass(frozen=True)
@@ -34,22 +39,28 @@ class SavedStep:
 
 
 def saved_step(directory: Path) -> SavedStep:
-    """The step beside the model in a `directory`. Raises DamagedCheckpoint for a file that is no archive of torch.save,
-    and for a step that is no number."""
+    """The step beside the model in a `directory`. Raises DamagedCheckpoint for a trainer's file that is no archive of
+    torch.save."""
     for root, name, key in _places(directory):
         file = root / name
         if not has_file(file, root):
             continue
+        if file.stat().st_size > _LARGEST:
+            return SavedStep(unread=f"{name} was not read: it is larger than {size(_LARGEST)}")
         try:
             saved = torch_zip.skeleton(file)
         except UnsafePickle as error:
             return SavedStep(unread=f"{name} was not read: {error.what}")
+        except DamagedCheckpoint:
+            if name != _META:
+                raise
+            continue
         if isinstance(saved, dict) and key in saved and (name != _META or _OF_LIGHTNING in saved):
-            return SavedStep(number(saved[key], file))
+            try:
+                return SavedStep(number(saved[key], file))
+            except DamagedCheckpoint:
+                return SavedStep(unread=f"`{key}` in {name} is no plain number")
     return SavedStep()
-
-
-_META = "meta.pt"
 
 
 def _places(directory: Path) -> Iterator[tuple[Path, str, str]]:

@@ -93,7 +93,7 @@ def model_of(
     if model.wrapper:
         towers = [name.removeprefix(TOWERS) for name in specs if name.startswith(TOWERS)]
         model = beside_towers(model, config, towers, has_head=OUTPUT in specs)
-    if not _describe_model(args):
+    if not args:
         return model
     by_args = by_arguments(as_config_says(args, model) if trust_reference else args, model, directory)
     model = dataclasses.replace(model, **{field: getattr(by_args, field) for field in MEGATRON_ONLY})
@@ -104,11 +104,6 @@ def model_of(
             do = "--trust-reference cannot take back what no argument switches off. Give the run's own config.json."
         raise DamagedCheckpoint(f"it contradicts the arguments of Megatron: {found}", where=path, do=do)
     return model
-
-
-def _describe_model(args: Mapping[str, Any]) -> bool:
-    """Whether arguments are of a model, too. Those of ms-swift 4 are of training alone, as other programs have none."""
-    return "num_layers" in args
 
 
 def by_arguments(args: Mapping[str, Any], model: ModelShape, where: object) -> ModelShape:
@@ -201,13 +196,8 @@ class MegatronReader(ABC):
 
     @cached_property
     def own_companions(self) -> Companions:
-        """The files that travel with the checkpoint itself. ms-swift has them beside an iteration, with the weights in
-        safetensors, and no model in its arguments."""
-        own = companions_of(self.path)
-        if _describe_model(self.args) or "config.json" in own.files or not self.args:
-            return own
-        beside = read_companions(above(self.path))
-        return dataclasses.replace(beside, notes=()) if "config.json" in beside.files else own
+        """The files that travel with the checkpoint itself."""
+        return companions_of(self.path)
 
     @property
     def companions(self) -> Companions:
@@ -226,7 +216,7 @@ class MegatronReader(ABC):
     @cached_property
     def model(self) -> ModelShape:
         """The model. Raises CheckpointError if the checkpoint does not describe it; otherwise as `model_of`."""
-        if not _describe_model(self.args) and "config.json" not in self.companions.files:
+        if not self.args and "config.json" not in self.companions.files:
             raise CheckpointError(
                 "it does not say which model it is: neither Megatron's arguments nor a config.json were saved with it",
                 where=self.path,

@@ -171,8 +171,8 @@ def has_marker(directory: Path) -> bool:
 
 def find_iteration(path: Path, iteration: int | None, complete: Callable[[Path], bool]) -> Path:
     """The directory of an iteration under `path`: that of `iteration`, if given; else `path` itself, if it is an
-    iteration; else the one that Megatron-LM's tracker names, or else Megatron-Bridge's; without a tracker the only one.
-    `complete` says whether a directory is a complete checkpoint.
+    iteration; else the one that Megatron-LM's tracker names, or else Megatron-Bridge's. `complete` says whether a
+    directory is a complete checkpoint.
 
     Raises CheckpointError for an iteration that is not there, DamagedCheckpoint for a tracker that cannot be read or an
     iteration that is a link to elsewhere.
@@ -191,9 +191,6 @@ def find_iteration(path: Path, iteration: int | None, complete: Callable[[Path],
         wanted = read_tracker(path, advice)
     elif has_file(path / BRIDGE_TRACKER, path):
         wanted = _bridge_step(path)
-    elif len(there) == 1:  # which a program may call otherwise: AReaL's is `recover_checkpoint`
-        check_link(path / there[0], path)
-        return path / there[0]
     else:
         raise CheckpointError(f"there is no {TRACKER} to say which iteration is meant", where=path, do=advice)
 

@@ -55,8 +55,8 @@ class TrainerDirectory:
                     found = replace(found, files=files)
             places.append(found)
         own = next((one for one in places if "config.json" in one.files), places[0])
-        apart = next((one for one in places if any(map(is_tokenizer, one.files))), own)
-        return own if any(map(is_tokenizer, own.files)) else with_tokenizer(own, apart)
+        apart = next((one for one in places if any(map(is_tokenizer, one.files))), None)
+        return own if apart is None or any(map(is_tokenizer, own.files)) else with_tokenizer(own, apart)
 
     @property
     def companions(self) -> Companions:

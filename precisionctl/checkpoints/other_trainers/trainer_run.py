@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.torch_files.torch_zip import Inert, LocatedTensor, read_located
 from precisionctl.errors import DROP_OPTIMIZER, DamagedCheckpoint, shown
 from precisionctl.param import MOMENTS, TensorSpec
-from precisionctl.paths import above, own_name
 from precisionctl.sizes import counted
 from precisionctl.torch_when_used import is_tensor
 from precisionctl.untrusted.safe_files import has_file, read_json
@@ -221,19 +219,6 @@ def trainer_step(path: Path) -> int | None:
     if not is_count(step):
         raise DamagedCheckpoint("it names no step", where=path / _STATE)
     return step
-
-
-_STEP_FOLDER = re.compile(r"(?:global_step_|step_|checkpoint-)(\d{1,18})")
-_FOLDERS_INSIDE = 3
-
-
-def step_above(path: Path) -> int | None:
-    """The step after which the folder is named that a checkpoint is in: `step_7/policy/weights`. None where none is."""
-    for _ in range(_FOLDERS_INSIDE):
-        path = above(path)
-        if step := _STEP_FOLDER.fullmatch(own_name(path)):
-            return int(step[1])
-    return None
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:

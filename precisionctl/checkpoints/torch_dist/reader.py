@@ -26,8 +26,6 @@ from precisionctl.checkpoints.megatron.keys import (
     COMMON_OBJECT,
     EXTRA_STATE,
     MARKER,
-    VERL,
-    directory_name,
     find_iteration,
     has_marker,
     iteration_of,
@@ -50,7 +48,7 @@ from precisionctl.checkpoints.megatron.provider import (
     described_towers,
 )
 from precisionctl.checkpoints.megatron.towers import with_towers
-from precisionctl.checkpoints.other_trainers.trainer_run import step_above
+from precisionctl.checkpoints.other_trainers.trainer_trees import MEGATRON_TREES, ROLLS_OPTIMIZER, step_of
 from precisionctl.checkpoints.torch_dist.buckets import is_bucket, unpack_buckets
 from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip
 from precisionctl.checkpoints.torch_files.dcp_tensors import LogicalTensor, LogicalTensors
@@ -62,18 +60,8 @@ from precisionctl.sizes import counted
 from precisionctl.untrusted.safe_files import check_link, has_file, leads_out, read_file
 from precisionctl.untrusted.safe_json import parse_json
 
-_ROLLS_OPTIMIZER = "dist_optimizer"
-
-INNER = {
-    "weights": "",
-    VERL: "",
-    f"model/{VERL}": f"optimizer/{VERL}",
-    "dist_model": _ROLLS_OPTIMIZER,
-    "policy": "",
-}
-"""Subdirectories that hold the checkpoint, and those of optimizers that are apart: NeMo 2's `weights`, beside the
-`context` that describes it; verl's, at the top or in its `actor/model`; ROLL's in an iteration; SkyRL's in a step,
-beside a `critic`."""
+INNER = {tree.model: tree.optimizer for tree in MEGATRON_TREES if tree.model}
+"""Subdirectories that hold the checkpoint, and those of optimizers that are apart."""
 
 _COMMON_KEYS = ("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far")
 
@@ -81,12 +69,13 @@ _COMMON_KEYS = ("args", "checkpoint_version", "iteration", "num_floating_point_o
 def recognise(path: Path) -> bool:
     """Whether `path` is the directory of an iteration, or one of its entries is."""
     markers = (path / MARKER, *path.glob(f"*/{MARKER}"), *(path / name / MARKER for name in INNER))
-    return any(_is_torch_dist(marker, path) for marker in markers if marker.parent.name != _ROLLS_OPTIMIZER)
+    return any(_is_torch_dist(marker, path) for marker in markers)
 
 
 def _is_torch_dist(marker: Path, path: Path) -> bool:
     if leads_out(marker.parent, path):  # nothing there is read; opening it says so
-        return bool(re.fullmatch(rf"release|iter_\d+|weights|{VERL}", marker.parent.name))
+        inside = marker.parent.relative_to(path).as_posix()
+        return inside in INNER or bool(re.fullmatch(r"release|iter_\d+", inside))
     try:
         data = read_file(marker, marker.parent)
     except (OSError, DamagedCheckpoint):
@@ -227,7 +216,7 @@ class TorchDistReader(MegatronReader):
         if has_file(self.path / COMMON, self.path):
             beside = self._optimizer_beside
             of_run = _read_common(beside) if beside else {}
-            if beside and beside.name == _ROLLS_OPTIMIZER:  # of the optimizer alone
+            if beside and beside.name == ROLLS_OPTIMIZER:  # of the optimizer alone
                 of_run = {"optimizer": of_run}
             return {**of_run, **_read_common(self.path)}
         if COMMON_OBJECT in self._index.objects:
@@ -270,9 +259,8 @@ class TorchDistReader(MegatronReader):
 
     @property
     def iteration(self) -> int | None:
-        """Where its own is none, or 0 as of all of NeMo-RL's, that of the folder which it is in."""
         own = iteration_of(self.path, self.common)
-        return own or (None if self.path.name == directory_name(None) else step_above(self.path)) or own
+        return own if own or (step := step_of(self.path)) is None else step  # NeMo-RL's own are 0, ROLL's are none
 
     @property
     def expert_ranks(self) -> int | None:
@@ -325,14 +313,14 @@ def _as_common(value: object, where: Path) -> Mapping[str, Any]:
 def _find(
     path: Path, iteration: int | None, complete: Callable[[Path], bool]
 ) -> tuple[Path, Path | None, dcp_metadata.Index]:
-    """The directory of the iteration that is wanted, that of the optimizer, where verl has it beside the model, and
-    what both hold."""
+    """The directory of the iteration that is wanted, that of the optimizer, where it is beside the model, and what
+    both hold."""
     inner = [name for name in INNER if iteration is None and complete(path / name)]
     top = path / inner[0] if inner else path
     check_link(top, path)
     found = find_iteration(top, iteration, complete)
-    beside = path / INNER[inner[0]] if inner else path
-    if beside == path or not complete(beside):
+    apart = INNER[inner[0]] if inner else None
+    if apart is None or not complete(beside := path / apart):
         return found, None, dcp_metadata.read_index(found)
     check_link(beside, path)
     index, of_run = dcp_metadata.read_index(found), dcp_metadata.read_index(beside)
