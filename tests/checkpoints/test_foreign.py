@@ -108,7 +108,7 @@ MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "an adapter beside a model": (
         lambda d: (pico.save(d, "llama-2"), files("adapter_config.json")(d)),
         "adapter of PEFT",
-        "--reference BASE",
+        "--to hf --reference DIR",
     ),
     "a model with adapters in it": (
         renamed(lambda name: name.replace("q_proj.", "q_proj.base_layer.")),
