@@ -91,7 +91,11 @@ def make_plan(
             parallelism = checks.with_stages(parallelism, model.num_layers)
             checks.check_ranks(model, parallelism)
         patterns = [pattern.replace("{layer}", "*") for pattern in architecture.derived if source.layout == "hf"]
-        derived = tuple(name for name in source.specs if any(fnmatchcase(name, pattern) for pattern in patterns))
+        derived = (
+            *(name for name in source.specs if any(fnmatchcase(name, pattern) for pattern in patterns)),
+            # transformers makes and saves an MLP of 0 shared experts
+            *(name for name, spec in source.specs.items() if ".shared_experts." in name and 0 in spec.shape),
+        )
         by_row = {row: _row_jobs(row, architecture.aliases, model, source, target, naming) for row in rows}
         jobs = [job for row_jobs in by_row.values() for job in row_jobs]
         _check_consumed(jobs, derived, source)
@@ -210,12 +214,11 @@ _FIRST_NUMBER = re.compile(r"(\D+\.)(\d{1,9})\.")
 
 
 def _check_consumed(jobs: Iterable[Job], derived: tuple[str, ...], source: PlanSource) -> None:
-    """Raise MissingTensor or UnmappedTensor unless every tensor of the source is read by one job, or derived, or has no
-    elements: those of an MLP of 0 shared experts, which transformers makes and saves."""
+    """Raise MissingTensor or UnmappedTensor unless every tensor of the source is read by one job, or derived."""
     uses = Counter(name for job in jobs for name in (*job.reads, *job.copies))
-    uses.update(derived)
+    uses.update([name for name in derived if not uses[name]])
     missing = [name for name in uses if name not in source.specs]
-    unexpected = [name for name, spec in source.specs.items() if not uses[name] and 0 not in spec.shape]
+    unexpected = [name for name in source.specs if not uses[name]]
     if missing:
         checks.check_names(missing, unexpected, "Is a shard missing, or does the config describe another model?")
     if unexpected:
