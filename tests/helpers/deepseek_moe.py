@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch import Tensor, nn
+from text_alone import WithHead
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -11,7 +11,6 @@ from transformers import (
     GenerationMixin,
 )
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
-from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.deepseek_ocr2.modeling_deepseek_ocr2 import DeepseekOcr2TextPreTrainedModel
 
 
@@ -28,22 +27,9 @@ class DeepseekConfig(DeepseekOcr2TextConfig):
         self.first_k_dense_replace = first_k_dense_replace
 
 
-class DeepseekForCausalLM(DeepseekOcr2TextPreTrainedModel, GenerationMixin):
-    """The text model, and what the wrapper's class makes of its hidden states."""
-
+class DeepseekForCausalLM(WithHead, DeepseekOcr2TextPreTrainedModel, GenerationMixin):
     config_class = DeepseekConfig
-
-    def __init__(self, config: DeepseekConfig) -> None:
-        super().__init__(config)
-        self.model = DeepseekOcr2TextModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **rest: Any) -> CausalLMOutputWithPast:
-        out = self.model(input_ids, **rest)
-        logits = self.lm_head(out.last_hidden_state)
-        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
-        return CausalLMOutputWithPast(loss=loss, logits=logits)
+    text_model = DeepseekOcr2TextModel
 
 
 register_checkpoint_conversion_mapping("deepseek", get_checkpoint_conversion_mapping("deepseek_v2"))

@@ -1,33 +1,21 @@
 """Mistral Large 4's text model by itself: transformers has its layers, and a class for the wrapper alone."""
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from text_alone import WithHead
+from torch import Tensor
 from transformers import GenerationMixin, MistralLarge4TextConfig, MistralLarge4TextModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
-from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.mistral_large4.modeling_mistral_large4 import MistralLarge4PreTrainedModel
 
 
-class MistralLarge4ForCausalLM(MistralLarge4PreTrainedModel, GenerationMixin):
-    """The text model, and what the wrapper's class makes of its hidden states."""
-
+class MistralLarge4ForCausalLM(WithHead, MistralLarge4PreTrainedModel, GenerationMixin):
     config_class = MistralLarge4TextConfig
+    text_model = MistralLarge4TextModel
 
-    def __init__(self, config: MistralLarge4TextConfig) -> None:
-        super().__init__(config)
-        self.model = MistralLarge4TextModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **rest: Any) -> CausalLMOutputWithPast:
+    def logits(self, hidden: Tensor) -> Tensor:
         cap = self.config.final_logit_softcapping
-        out = self.model(input_ids, **rest)
-        logits = torch.tanh(self.lm_head(out.last_hidden_state) / cap) * cap
-        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
-        return CausalLMOutputWithPast(loss=loss, logits=logits)
+        return torch.tanh(self.lm_head(hidden) / cap) * cap
 
 
 register_checkpoint_conversion_mapping(
