@@ -20,9 +20,9 @@ _LOOKED_INTO, _SHOWN = 100, 10
 
 def open_checkpoint(path: Path, iteration: int | None = None, hints: Hints = NO_HINTS, *, wanted: str = "") -> Reader:
     """A Reader for the checkpoint at `path`. In a Megatron directory of several iterations `iteration` selects one
-    (else the newest); `hints` say what a Megatron checkpoint does not say itself. The path may
-    be a folder of a trainer's around its checkpoint (trainer_trees.py): a Reader's `path` is what was opened. If
-    nothing known is at the path, the error gives `wanted` as advice, else the formats that were looked for.
+    (else the newest); `hints` say what a Megatron checkpoint does not say itself. The path may be a folder of a
+    trainer's around its checkpoint (trainer_trees.py): a Reader's `path` is what was opened. If nothing known is at the
+    path, the error gives `wanted` as advice, else the formats that were looked for.
 
     Raises UnknownFormat if no container recognises it, or it is in a format that is not read (foreign.py);
     DamagedCheckpoint if it is recognised and broken.

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 from precisionctl.untrusted.safe_files import leads_out
@@ -132,7 +133,12 @@ def _followed(tree: Tree, names: Sequence[str], path: Path) -> Path | None:
 
 def _named(pattern: str, name: str) -> re.Match[str] | None:
     """Whether a folder has the name that a tree says; the first group is its number."""
-    return re.fullmatch(re.escape(pattern).replace("N", r"(\d{1,18})").replace(r"\#", r"(\d{1,18})"), name)
+    return _pattern(pattern).fullmatch(name)
+
+
+@cache  # each name is held against all entries of a folder, which may be thousands
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(re.escape(name).replace("N", r"(\d{1,18})").replace(r"\#", r"(\d{1,18})"))
 
 
 _STEP = re.compile(r"(?:epoch_\d{1,15}_)?(?:checkpoint|step|global_step|epoch|iter)[-_]?(\d{1,15})")

@@ -61,9 +61,8 @@ def scales_of_no_use(directory: QuantizedDirectory) -> Breaches:
         stored = stored.reciprocal() if divides else stored
         exponents = stored.dtype in (torch.uint8, torch.float8_e8m0fnu)
         values = (stored.view(torch.float8_e8m0fnu) if exponents else stored).reshape(-1).float()
-        wrong = values[
-            ~((values >= (0 if exponents else SMALLEST_SCALE)) & (values <= LARGEST_SCALE))
-        ]  # NaN is in no range
+        smallest = 0 if exponents else SMALLEST_SCALE
+        wrong = values[~((values >= smallest) & (values <= LARGEST_SCALE))]  # NaN is in no range
         if len(wrong):
             yield name, f"a scale of {float(wrong[0]):.6g}"
 

@@ -130,7 +130,7 @@ IN_SGLANG: Mapping[object, tuple[str, ...]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), ("topk_method", "scoring_func", "moe_layer_freq")),
     "deepseek_v32": ("topk_method", "scoring_func", "moe_layer_freq"),
     "exaone_moe": ("is_moe_layer",),
-    "glm_moe_dsa": (*("topk_method", "scoring_func", "moe_layer_freq", "indexer_rope_interleave"),),
+    "glm_moe_dsa": ("topk_method", "scoring_func", "moe_layer_freq", "indexer_rope_interleave"),
     "hy_v3": ("qk_norm", "route_norm"),
     "mimo_v2_flash": (*_OF_MIMO_V2_FLASH, "topk_method", "scoring_func"),
     "minimax_m2": ("scoring_func", "use_routing_bias", "use_qk_norm", "rotary_dim"),
