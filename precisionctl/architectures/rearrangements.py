@@ -124,17 +124,21 @@ class Same(InOrder):
 
 @dataclass(frozen=True)
 class Vocabulary(MovesRows):
-    """A row per token. Megatron pads it with zero rows, which are cut off whatever they hold."""
+    """A row per token, of which a field of ModelShape is the number. Megatron pads it with zero rows, which are cut off
+    whatever they hold."""
+
+    tokens: str = "vocab_size"
 
     def merge(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
         values: Any = parts[0]
-        shape = (model.padded_vocab_size - model.vocab_size, *values.shape[1:])
+        tokens: int = getattr(model, self.tokens)
+        shape = (model.padded_vocab_size - tokens, *values.shape[1:])
         padding = np.zeros(shape, values.dtype) if isinstance(values, np.ndarray) else values.new_zeros(shape)
-        joined: Movable = concatenated([values[: model.vocab_size], padding])
+        joined: Movable = concatenated([values[:tokens], padding])
         return joined
 
     def split(self, whole: Movable, model: ModelShape) -> tuple[Movable, ...]:
-        return (whole[: model.vocab_size],)
+        return (whole[: getattr(model, self.tokens)],)
 
 
 @dataclass(frozen=True)

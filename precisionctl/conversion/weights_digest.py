@@ -107,7 +107,7 @@ class _Sampler(Worker):
         spec = self._plan.targets[name]
         rows = spec.rows
         if self._plan.to_layout == "megatron" and isinstance(job.row.rearrangement, Vocabulary):
-            rows = min(rows, self._plan.model.vocab_size)
+            rows = min(rows, getattr(self._plan.model, job.row.rearrangement.tokens))
         if spec.columns == 1:
             return range(rows)
         return sorted({number * (rows - 1) // (_ROWS - 1) for number in range(_ROWS)})

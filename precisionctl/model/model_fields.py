@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from precisionctl.model.model_parts import (
     MLA,
+    AltUp,
     GlobalAttention,
     Heterogeneous,
     HyperConnections,
@@ -79,6 +80,10 @@ class ModelFields:
     sigmoid of a parameter over this."""
     layer_scalar: bool = False
     """What a layer gives is multiplied by a number of its own, which is not trained."""
+    laurel_rank: int | None = None
+    """Beside attention is a learned augmented residual (LAuReL, arXiv 2411.07501): what attention reads, and a
+    projection of it through so many channels, normalised. The sum of both and of what attention is added to is divided
+    by the root of 2."""
     attn_res_block_size: int | None = None
     """Attention residuals (Kimi K3): before the first layer, and every so many layers, the residual stream is put
     aside, and begins anew with that layer's attention. Attention, MLP and the last norm read a mean of what was put
@@ -95,6 +100,11 @@ class ModelFields:
     swiglu_limits: tuple[float, ...] | None = None
     """By layer: clamps both halves of dense MLPs and shared experts behind the activation, the gate from above alone;
     0: does not. Routed experts have `moe.swiglu_limits` alone."""
+
+    activation_sparsity: tuple[float, ...] | None = None
+    """By layer: the part of a gated MLP's gate that is zero before the activation, if its channels are normally
+    distributed: from all of them their mean and so many of their standard deviations are taken, and what is left below
+    zero is zero. 0: nothing is."""
 
     # Positions
     position_embedding: Literal["rope", "learned_absolute", "alibi"] = "rope"
@@ -182,6 +192,8 @@ class ModelFields:
     per_layer_embed_dim: int | None = None
     """A token has an embedding of so many channels in each layer too, added to as many made of its embedding. After its
     MLP a layer adds what a gate of its hidden states, by the activation, lets through of these (Gemma 4)."""
+    per_layer_vocab_size: int | None = None
+    """So many first tokens of the vocabulary have those, and all others that of the first one (None: all have)."""
     logit_multiplier: float = 1.0
     logits_scaling: float = 1.0
     """Logits are divided by this."""
@@ -202,6 +214,7 @@ class ModelFields:
     msa: MSA | None = None
     csa: CSA | None = None
     mhc: HyperConnections | None = None
+    altup: AltUp | None = None
     ple: NgramEmbedding | None = None
     moe: MoE | None = None
     gdn: GatedDeltaNet | None = None
@@ -227,6 +240,7 @@ PARTS: Mapping[str, Callable[..., object]] = {
     "msa": MSA,
     "csa": CSA,
     "mhc": HyperConnections,
+    "altup": AltUp,
     "ple": NgramEmbedding,
     "gdn": GatedDeltaNet,
     "short_conv": ShortConv,

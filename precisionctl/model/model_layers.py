@@ -21,6 +21,7 @@ class ModelLayers(ModelFields):
             "rope_layers": self.rope_layers,
             "moe_layer_freq": self.moe and self.moe.layer_freq,
             "swiglu_limits": self.swiglu_limits,
+            "activation_sparsity": self.activation_sparsity,
             "moe.swiglu_limits": self.moe and self.moe.swiglu_limits,
             "linear_attention_freq": self.gdn and self.gdn.layers,
             "layers with a short convolution": self.short_conv and self.short_conv.layers,

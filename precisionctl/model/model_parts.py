@@ -319,6 +319,33 @@ class HyperConnections:
 
 
 @dataclass(frozen=True)
+class AltUp:
+    """Alternating updates (Baykal et al., NeurIPS 2023) of `num_inputs` residual streams x_1 .. x_N, as Gemma 3n has
+    them. A layer L reads and makes one stream. The others are predicted before it, and corrected behind it by what it
+    has made otherwise than predicted:
+
+        p_j = x_j + sum_i (P m(x_1))_ji x_i
+        x_j = p_j + (1 + (C m(L(p_1)))_j) (L(p_1) - p_1)
+
+    m are N numbers of a token, between -1 and 1: the tanh of a projection of what they are made of, normalised and
+    divided by hidden_size. While a model is trained, P and C are clamped to `coef_clip` (None: they are not). Streams
+    but the first begin as projections of the embedding, with its magnitude; the last norm reads the mean of the first
+    and of projections of the others, with the first one's magnitude."""
+
+    num_inputs: int
+    coef_clip: float | None = None
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "altup")
+        check_size(self.num_inputs, "altup.num_inputs", 1 << 10)
+
+    @property
+    def mixing_size(self) -> int:
+        """Weights by which streams are predicted of one another."""
+        return self.num_inputs**2
+
+
+@dataclass(frozen=True)
 class NgramEmbedding:
     """What some `layers` (an entry for each) add to the residual streams before attention: embeddings of the last
     tokens, 2 to `ngram_size` of them (Qwen4-Exp's PLE). An n-gram of each size has `heads_per_ngram` hashes, each with

@@ -49,6 +49,14 @@ class ModelShape(ModelLayers):
         if self.mamba and self.mtp_num_layers and not self.moe:
             raise DamagedCheckpoint(f"prediction layers {self.mamba.mtp_pattern} of a model without experts")
         check_size(self.per_layer_embed_size or 1, "per_layer_embed_size", 4 * LARGEST)
+        if self.per_layer_tokens > self.vocab_size:
+            what = (
+                f"{self.per_layer_tokens} tokens have embeddings for each layer, and the vocabulary {self.vocab_size}"
+            )
+            raise DamagedCheckpoint(what, do="Is config.json this model's?")
+        for part in self.activation_sparsity or ():
+            if type(part) not in (int, float) or not 0 <= part < 1:
+                raise DamagedCheckpoint(f"activation_sparsity is {shown(part)}, not a part of 1")
         check_size(self.streams_size, "streams_size", 4 * LARGEST)
         if self.msa and not self.msa.averaged and self.num_attention_heads % self.msa.n_heads:
             raise DamagedCheckpoint(f"{self.num_attention_heads} heads for {self.msa.n_heads} heads of an indexer")
@@ -252,7 +260,8 @@ class ModelShape(ModelLayers):
     @property
     def streams_size(self) -> int:
         """Channels of a token's residual streams together."""
-        return self.hidden_size * (self.mhc.num_residual_streams if self.mhc else 1)
+        number = self.mhc.num_residual_streams if self.mhc else self.altup.num_inputs if self.altup else 1
+        return self.hidden_size * number
 
     @property
     def short_conv_size(self) -> int:
@@ -279,6 +288,11 @@ class ModelShape(ModelLayers):
     def per_layer_embed_size(self) -> int:
         """Channels of a token's embeddings for all layers."""
         return self.num_layers * (self.per_layer_embed_dim or 0)
+
+    @property
+    def per_layer_tokens(self) -> int:
+        """Tokens that have such embeddings."""
+        return self.per_layer_vocab_size or self.vocab_size
 
     @property
     def doubled_hidden_size(self) -> int:
@@ -311,8 +325,10 @@ class ModelShape(ModelLayers):
 
     @property
     def fused_input_layernorm(self) -> bool:
-        """Whether the norm before grouped attention is part of linear_qkv: not where a gate or mixer reads it too."""
-        return self.fused_layernorms and self.linear_gate is None and not self.parallel_mixers
+        """Whether the norm before grouped attention is part of linear_qkv: not where a gate, a mixer or a low-rank
+        residual reads it too."""
+        alone = self.linear_gate is None and self.laurel_rank is None and not self.parallel_mixers
+        return self.fused_layernorms and alone
 
     @property
     def parallel_mixers(self) -> bool:
@@ -358,6 +374,10 @@ class ModelShape(ModelLayers):
     def swiglu_limit(self, layer: int) -> float:
         """What a layer's MLP is clamped to behind its activation; 0 where it is not."""
         return self.swiglu_limits[layer] if self.swiglu_limits else 0.0
+
+    def sparsity(self, layer: int) -> float:
+        """The part of a layer's gate that is zero; 0 where nothing is."""
+        return self.activation_sparsity[layer] if self.activation_sparsity else 0.0
 
     def ffn_size(self, layer: int) -> int:
         """Channels of a layer's dense MLP."""

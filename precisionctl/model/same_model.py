@@ -52,7 +52,19 @@ def used(model: ModelShape) -> dict[str, object]:
     """The fields that the computation depends on, those of parts too: None where no layer uses one, and without those
     of `_MEANT_BY` whose other field is not on."""
     found = {name: value for name, value in vars(model).items() if name not in (*STORED, *TENSORS)}
-    for name in (*_OF_LAYERS, "mla", "dsa", "msa", "csa", "mhc", "ple", "mamba", "heterogeneous", "multipliers"):
+    for name in (
+        *_OF_LAYERS,
+        "mla",
+        "dsa",
+        "msa",
+        "csa",
+        "mhc",
+        "altup",
+        "ple",
+        "mamba",
+        "heterogeneous",
+        "multipliers",
+    ):
         part = getattr(model, name) if name not in _OF_LAYERS or _in_any(model, _OF_LAYERS[name]) else None
         fields = {f"{name}.{field}": value for field, value in vars(part).items()} if part else {}
         found |= {name: USED if part else None}
@@ -124,6 +136,11 @@ _UNUSED: Sequence[tuple[tuple[str, ...], Callable[[ModelShape], bool]]] = (
         lambda model: not model.gated_linear_unit,
     ),
     (("swiglu_limits",), lambda model: not any(model.swiglu_limits or ())),
+    (("activation_sparsity",), lambda model: not (model.gated_linear_unit and any(model.activation_sparsity or ()))),
+    (
+        ("per_layer_vocab_size",),
+        lambda model: model.per_layer_embed_dim is None or model.per_layer_tokens == model.vocab_size,
+    ),
     (("moe.swiglu_limits",), lambda model: model.moe is None or not any(model.moe.swiglu_limits or ())),
     (
         ("use_double_wide_mlp",),

@@ -24,14 +24,14 @@ from precisionctl.architectures.config_layers import (
     window_fields,
     write_window,
 )
-from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, only_with, renamed, when
-from precisionctl.architectures.rearrangements import GAMMA, SAME, VOCABULARY
+from precisionctl.architectures.param_map import Architecture, Either, Row, only_in, renamed, when
+from precisionctl.architectures.rearrangements import GAMMA
 from precisionctl.architectures.rope import rope_by_kind
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
+from precisionctl.architectures.shared.gemma_rows import KEY, PER_LAYER, QKV, QUERY, sharing_attention
 from precisionctl.architectures.tables.gemma2 import SCALED_EMBEDDING
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_shape import ModelShape
-from precisionctl.param import ROWS
 
 _ABSENT = {"num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512}
 """What its class takes for keys that are not there."""
@@ -41,29 +41,9 @@ _ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 
-_QKV, _ = llama.QKV_LINEAR
-_QUERY, _KEY, _VALUE = _QKV.hf
-_Q_NORM, _K_NORM = llama.QK_NORMS
-_UNUSED = "decoder.layers.{layer}.self_attention.unused_"
-_SHARING = (
-    replace(_QKV, names=_QUERY, sizes=("query_size", "hidden_size"), rearrangement=SAME),
-    Row(_KEY, f"{_UNUSED}linear_k.weight", ("key_size", "hidden_size"), present=when("stores_unused"), gemm=True),
-    Row(_VALUE, f"{_UNUSED}linear_v.weight", ("key_size", "hidden_size"), present=when("stores_unused"), gemm=True),
-    replace(_K_NORM, megatron=f"{_UNUSED}k_norm.weight", present=when("stores_unused")),
-)
-"""Of layers that share keys and values. Engines that fuse the projections of all layers need the unused ones as codes
-where the queries' are (vLLM's models/gemma4.py until vllm#54917)."""
-
-
-def _attention(*own: Row) -> tuple[Row, ...]:
-    """Of a kind of layers, whose own projections are these, but for those that share keys and values."""
-    kept = (replace(row, shares_kv=False) for row in (*own, _K_NORM))
-    return (*kept, *(replace(row, shares_kv=True) for row in _SHARING), _Q_NORM, *llama.PROJ)
-
-
 _GLOBAL = (
-    replace(_QKV, present=when("global_values")),
-    replace(_QKV, names=(_QUERY, _KEY), present=when("global_keys_are_values")),
+    replace(QKV, present=when("global_values")),
+    replace(QKV, names=(QUERY, KEY), present=when("global_keys_are_values")),
 )
 
 _WIDE = {"fc1_size": "kv_shared_fc1_size", "ffn_hidden_size": "kv_shared_ffn_hidden_size"}
@@ -73,48 +53,6 @@ _AFTER_ATTENTION = (
     *(replace(row, shares_kv=True, sizes=tuple(_WIDE.get(str(size), size) for size in row.sizes)) for row in llama.MLP),
 )
 """With an MLP of another size where layers share keys and values."""
-
-_PER_LAYER = only_with(
-    "per_layer_embed_dim",
-    (
-        Row(
-            "model.embed_tokens_per_layer.weight",
-            "embedding.per_layer_embedding.weight",
-            ("padded_vocab_size", "per_layer_embed_size"),
-            VOCABULARY,
-            ROWS,
-        ),
-        Row(
-            "model.per_layer_model_projection.weight",
-            "embedding.per_layer_model_proj.weight",
-            ("per_layer_embed_size", "hidden_size"),
-        ),
-        Row(
-            "model.per_layer_projection_norm.weight",
-            "embedding.per_layer_proj_norm.weight",
-            ("per_layer_embed_dim",),
-            GAMMA,
-        ),
-        Row(
-            "model.layers.{layer}.per_layer_input_gate.weight",
-            "decoder.layers.{layer}.per_layer_input_gate.weight",
-            ("per_layer_embed_dim", "hidden_size"),
-        ),
-        Row(
-            "model.layers.{layer}.per_layer_projection.weight",
-            "decoder.layers.{layer}.per_layer_projection.weight",
-            ("hidden_size", "per_layer_embed_dim"),
-        ),
-        Row(
-            "model.layers.{layer}.post_per_layer_input_norm.weight",
-            "decoder.layers.{layer}.post_per_layer_input_norm.weight",
-            ("hidden_size",),
-            GAMMA,
-        ),
-    ),
-)
-"""Under Megatron-Bridge's names (models/gemma/gemma4_bridge.py), but those outside of layers within `embedding`, with
-which they are on the first stage of a pipeline. As there, no GEMM of them computes in FP8."""
 
 _LAYER_SCALAR = Row("model.layers.{layer}.layer_scalar", "decoder.layers.{layer}.layer_scalar", (1,))
 
@@ -246,12 +184,12 @@ ARCHITECTURE = Architecture(
     behind={"q_norm": "q_proj", "k_norm": "q_norm"},
     rows=llama.model_rows(
         *llama.ATTENTION_NORM,
-        *only_in("windowed", _attention(_QKV)),
-        *only_in("global", _attention(*_GLOBAL)),
+        *only_in("windowed", sharing_attention(QKV)),
+        *only_in("global", sharing_attention(*_GLOBAL)),
         *_AFTER_ATTENTION,
         *_BESIDE_EXPERTS,
         *_EXPERTS,
-        *_PER_LAYER,
+        *PER_LAYER,
         _LAYER_SCALAR,
     ),
     config=(

@@ -16,7 +16,8 @@ COMPUTED = frozenset(
             "norm_epsilon normalization zero_centered_gamma norm_bias norm_weight pre_layernorms final_gamma_whole",
             "post_layernorms post_norm_epsilon scaled_post_layernorms norm_gate_rank layer_scalar",
             "parallel_residual shared_layernorm residual_multiplier residual_gate_temperature attn_res_block_size",
-            "activation gated_linear_unit activation_clamp glu_offset swiglu_limits use_double_wide_mlp",
+            "laurel_rank",
+            "activation gated_linear_unit activation_clamp glu_offset swiglu_limits activation_sparsity use_double_wide_mlp",
             "position_embedding lerope rope_layers rotary_base rotary_base_local rotary_percent rotary_interleaved",
             "rope_scaling",  # its kinds: `_SCALINGS` in `positions.py`
             "num_attention_heads num_query_groups kv_channels v_head_dim num_kv_shared_layers",
@@ -26,6 +27,7 @@ COMPUTED = frozenset(
             "qk_l2_norm qk_l2_norm_everywhere v_l2_norm keys_are_values attention_value_scale",
             "attention_output_gate attention_output_norm head_wise_attn_gate linear_gate stores_unused",
             "embedding_multiplier rounded_embedding_multiplier embedding_norm embedding_layernorm per_layer_embed_dim",
+            "per_layer_vocab_size",
             "tied_embeddings logit_multiplier logits_scaling final_logit_softcapping",
             "qkv_bias proj_bias mlp_bias output_bias add_bias_linear add_qkv_bias",
             "global_attention global_attention.num_attention_heads global_attention.num_query_groups",
@@ -39,6 +41,7 @@ COMPUTED = frozenset(
             "csa.topk",
             "mhc mhc.num_residual_streams mhc.mhc_sinkhorn_iterations mhc.epsilon mhc.magnitude mhc.lowrank",
             "mhc.mean_head",
+            "altup altup.num_inputs altup.coef_clip",
             "ple ple.layers ple.embed_dim ple.conv_kernel_dim ple.ngram_size ple.heads_per_ngram",
             "ple.vocab_size_base ple.vocab_divisor ple.split_parts ple.end_token",
             "moe moe.num_experts moe.topk moe.ffn_hidden_size moe.shared_ffn_hidden_size moe.layer_freq",
@@ -121,6 +124,14 @@ COMPUTED_BESIDE: Mapping[str, Mapping[str, object]] = {
         "normalization": "RMSNorm",
         "num_kv_shared_layers": 0,
     },
+    "altup": {  # Gemma 3n's layers
+        **dict.fromkeys(("mla", "csa", "mhc", "ple", "moe", "gdn", "short_conv", "mamba", "heterogeneous"), None),
+        **dict.fromkeys(("attn_res_block_size", "residual_gate_temperature", "norm_gate_rank"), None),
+        **dict.fromkeys(("parallel_residual", "layer_scalar"), False),
+        **dict.fromkeys(("pre_layernorms", "post_layernorms"), True),
+        "residual_multiplier": 1.0,
+        "mtp_num_layers": 0,
+    },
     "attn_res_block_size": {  # Kimi K3's layers
         **dict.fromkeys(
             ("dsa", "msa", "csa", "mhc", "ple", "mamba", "short_conv", "rope_scaling", "sliding_window"), None
@@ -164,6 +175,7 @@ NOT_BESIDE: Mapping[str, tuple[str, ...]] = {
     "scaled_post_layernorms": ("gdn", "short_conv", "mamba", "mhc", "layer_norms"),
     "residual_gate_temperature": ("mamba", "mhc", "parallel_residual"),
     "per_layer_embed_dim": ("xielu",),
+    "activation_sparsity": ("moe",),
     "add_bias_linear": ("moe.latent_size",),
     "v_head_dim": ("attention_output_gate", "keys_are_values", "global_keys_are_values", "stores_unused"),
     "clip_qkv": ("attention_output_gate", "head_wise_attn_gate"),
@@ -182,6 +194,9 @@ ONLY_BESIDE: Mapping[str, str] = {
     "norm_gate_rank": "mla",
     "softmax_scaling": "mla",
     "ple": "mhc.lowrank",
+    "laurel_rank": "altup",
+    "activation_sparsity": "gated_linear_unit",
+    "per_layer_vocab_size": "per_layer_embed_dim",
     "moe.n_hash_layers": "csa",
     "moe.expert_norms": "moe.latent_size",
     "moe.latent_norm": "moe.latent_size",
@@ -223,6 +238,7 @@ def _not_together(model: ModelShape) -> Mapping[str, object]:
         "msa.head_dim": msa and model.rotary_size > msa.head_dim,
         "csa": csa and not (mhc and moe and all(moe.layer_freq)),
         "mhc": mhc and not csa and not mla and not mhc.lowrank,
+        "altup": model.altup and not (model.laurel_rank and model.per_layer_embed_dim),
         "gdn": gdn and ((mhc and gdn.kda == bool(mhc.lowrank)) or (msa and not mhc)),
         "moe.sparsemixer_eps": moe
         and moe.sparsemixer_eps

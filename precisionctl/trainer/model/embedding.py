@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, norm_of, plain_linear
 from precisionctl.trainer.backends.bf16_products import product
+from precisionctl.trainer.model.layers.altup import begun, stream_projections
 
 
 class Embedding(nn.Module):
@@ -32,6 +33,8 @@ class Embedding(nn.Module):
             self.per_layer_embedding = WordEmbeddings(model.padded_vocab_size, model.per_layer_embed_size, backend)
             self.per_layer_model_proj = plain_linear(model.hidden_size, model.per_layer_embed_size, backend)
             self.per_layer_proj_norm = backend.norm(model.per_layer_embed_dim, norm_of(model))
+        self.per_layer_tokens = model.per_layer_tokens
+        self.altup_projections = stream_projections(model, backend) if model.altup else None
         self.layers = model.num_layers
         self.lerope = LeRope(model.rotary_pairs, backend) if model.lerope else None
 
@@ -54,11 +57,18 @@ class Embedding(nn.Module):
         per_layer_embed_dim. None where layers read hidden states alone."""
         if self.per_layer_embedding is None:
             return None
-        own = self.per_layer_embedding(tokens.flatten()).unflatten(1, (self.layers, -1))
+        known = tokens.flatten()
+        known = torch.where(known < self.per_layer_tokens, known, 0)
+        own = self.per_layer_embedding(known).unflatten(1, (self.layers, -1))
         own = own * own.new_full((), own.shape[-1] ** 0.5)
         context = product(F.linear, hidden, self.per_layer_model_proj.weight) * hidden.shape[-1] ** -0.5
         context = self.per_layer_proj_norm(context.view_as(own))
         return list(((context + own) * 2**-0.5).unbind(1))
+
+    def streams(self, hidden: Tensor) -> Tensor:
+        """The residual streams that the first layer reads, `[T, N * E]`, where these are projections of the embedding
+        `[T, E]`; else that itself."""
+        return hidden if self.altup_projections is None else begun(hidden, self.altup_projections)
 
 
 class LeRope(nn.Module):

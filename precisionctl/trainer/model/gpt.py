@@ -27,6 +27,7 @@ from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.model.attention.self_attention import KeysValues
 from precisionctl.trainer.model.computes import check
 from precisionctl.trainer.model.embedding import Embedding
+from precisionctl.trainer.model.layers.altup import AltUpLayer, ended, stream_projections
 from precisionctl.trainer.model.layers.attention_residuals import AttentionResidualLayer
 from precisionctl.trainer.model.layers.heterogeneous_layer import HeterogeneousLayer
 from precisionctl.trainer.model.layers.hybrid_layer import HybridLayer
@@ -143,7 +144,8 @@ class GPT(nn.Module):
             positions = self._positions(position, lengths, packed, (len(tokens), length))
             if self.model.ple or (self.model.moe and self.model.moe.n_hash_layers):
                 positions = {kind: each._replace(tokens=tokens.flatten()) for kind, each in positions.items()}
-            decoded: Tensor = self.decoder(hidden, positions, self.embedding.per_layer(tokens, hidden))
+            streams, per_layer = self.embedding.streams(hidden), self.embedding.per_layer(tokens, hidden)
+            decoded: Tensor = self.decoder(streams, positions, per_layer)
         return self.backend.world.tensor.enter(decoded).view(*tokens.shape, -1)
 
     def capture(self, rows: int, length: int, *, same_weights: bool = False) -> None:
@@ -253,6 +255,7 @@ class Decoder(nn.Module):
             self.hyper_connection_mixer = GatedResidual(model, self.mhc, backend, adds=False)
         elif self.mhc:
             add_head(self, model, self.mhc, backend)
+        self.altup_unembed_projections = stream_projections(model, backend) if model.altup else None
         self.kv_layers = [model.kv_layer(layer) for layer in range(model.num_layers)]
         self.layers = nn.ModuleList()
         for number in range(model.num_layers):
@@ -264,6 +267,8 @@ class Decoder(nn.Module):
                 layer = HeterogeneousLayer(name, model, number, backend, recompute)
             elif model.mhc:
                 layer = HyperLayer(name, model, model.mhc, number, backend, recompute)
+            elif model.altup:
+                layer = AltUpLayer(name, model, model.altup, number, backend, recompute)
             elif model.attn_res_block_size:
                 layer = AttentionResidualLayer(name, model, number, backend, recompute)
             else:
@@ -279,7 +284,8 @@ class Decoder(nn.Module):
     def forward(
         self, hidden: Tensor, positions: dict[LayerKind, Positions], per_layer: list[Tensor] | None = None
     ) -> Tensor:
-        """Embeddings `[T, E]` to what the output layer reads, `[T, E]`; `per_layer` is what each layer reads beside."""
+        """Embeddings `[T, E]`, or the streams made of them, `[T, N * E]`, to what the output layer reads, `[T, E]`;
+        `per_layer` is what each layer reads beside."""
         if self.mhc:
             hidden = hidden.repeat(1, self.mhc.num_residual_streams)
         if self.replay and self.replay.fits(next(iter(positions.values()))) and not self.backend.recorder:
@@ -298,6 +304,8 @@ class Decoder(nn.Module):
                 read: Tensor = self.hyper_connection_mixer(streams)[0]
                 return read
             hidden = contracted(streams, self, self.model, self.mhc)
+        if self.altup_unembed_projections is not None:
+            hidden = ended(hidden, self.altup_unembed_projections)
         last = self.final_layernorm or self.final_norm
         assert last is not None, "one of the two is there"
         out: Tensor = last(hidden)

@@ -6,6 +6,7 @@ Shape letters as in `gpt.py`.
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -55,7 +56,15 @@ class XIELU(nn.Module):
 def is_swiglu(model: ModelShape, layer: int) -> bool:
     """Whether the activation of a layer's MLP is SwiGLU and nothing besides."""
     plain = model.activation_clamp is None and not model.glu_offset and not model.swiglu_limit(layer)
+    plain = plain and not model.sparsity(layer)
     return model.gated_linear_unit and model.activation == "silu" and plain
+
+
+def largest_channels(gate: Tensor, sparsity: float) -> Tensor:
+    """Gaussian top-k (Gemma 3n): what channels of a gate `[T, F]` are above the mean of their token's by so many of its
+    standard deviations that of normally distributed ones `sparsity` are below; 0 where they are not."""
+    deviations = gate.new_full((), NormalDist().inv_cdf(sparsity))
+    return F.relu(gate - (gate.mean(-1, keepdim=True) + gate.std(-1, keepdim=True, correction=0) * deviations))
 
 
 def activate(values: Tensor, model: ModelShape, layer: int) -> Tensor:
@@ -68,6 +77,8 @@ def activate(values: Tensor, model: ModelShape, layer: int) -> Tensor:
         activated: Tensor = kernels.SwiGLU.apply(values)
         return activated
     gate, up = values.chunk(2, -1)
+    if sparsity := model.sparsity(layer):
+        gate = largest_channels(gate, sparsity)
     if model.activation == "situ":
         up = SITU_LINEAR * torch.tanh(up.float() / SITU_LINEAR)
         return (function(gate.float()) * up).to(values.dtype)

@@ -62,7 +62,8 @@ class Layer(ResidualLayer):
         self.parallel_residual = model.parallel_residual
         of_gate = model.has_attention(number) and model.linear_gate
         of_kda = model.gdn is not None and model.gdn.kda and model.has_delta_net(number)
-        separate = model.mla or model.one_layernorm or of_gate or of_kda
+        of_laurel = model.laurel_rank is not None
+        separate = model.mla or model.one_layernorm or of_gate or of_kda or of_laurel
         self.input_layernorm = self._norm(model, backend) if separate else nn.Identity()
         self.self_attention = token_mixer(f"{name}.self_attention", model, number, backend)
         own_norm = moe and not moe.own_norms and model.pre_layernorms and not model.one_layernorm
@@ -122,8 +123,14 @@ class Layer(ResidualLayer):
         made = self.mlp(self.pre_mlp_layernorm(normed if self.parallel_residual else out))
         out = self._joined(out, made, self.post_feedforward_residual_gate)
         if self.per_layer_input_gate is not None:
-            assert beside.per_layer is not None, "`Embedding.per_layer` makes it where there is a gate"
-            gate = self.activation(product(F.linear, out, self.per_layer_input_gate.weight))
-            added = product(F.linear, gate * beside.per_layer, self.per_layer_projection.weight)
-            out = out + self.post_per_layer_input_norm(added)
+            out = out + self.of_per_layer_input(out, beside)
         return out if self.layer_scalar is None else out * self.layer_scalar, kept
+
+    def of_per_layer_input(self, hidden: Tensor, beside: Beside) -> Tensor:
+        """What the layer makes of a token's embedding for it, by a gate of hidden states; both, and the gate's input,
+        `[T, E]`."""
+        assert self.per_layer_input_gate is not None and beside.per_layer is not None, "it has a gate"
+        gate = self.activation(product(F.linear, hidden, self.per_layer_input_gate.weight))
+        added = product(F.linear, gate * beside.per_layer, self.per_layer_projection.weight)
+        given: Tensor = self.post_per_layer_input_norm(added)
+        return given
