@@ -50,9 +50,7 @@ class ModelShape(ModelLayers):
             raise DamagedCheckpoint(f"prediction layers {self.mamba.mtp_pattern} of a model without experts")
         check_size(self.per_layer_embed_size or 1, "per_layer_embed_size", 4 * LARGEST)
         if self.per_layer_tokens > self.vocab_size:
-            what = (
-                f"{self.per_layer_tokens} tokens have embeddings for each layer, and the vocabulary {self.vocab_size}"
-            )
+            what = f"{self.per_layer_tokens} tokens with an embedding for each layer, of {self.vocab_size} in all"
             raise DamagedCheckpoint(what, do="Is config.json this model's?")
         for part in self.activation_sparsity or ():
             if type(part) not in (int, float) or not 0 <= part < 1:

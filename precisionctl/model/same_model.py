@@ -52,19 +52,7 @@ def used(model: ModelShape) -> dict[str, object]:
     """The fields that the computation depends on, those of parts too: None where no layer uses one, and without those
     of `_MEANT_BY` whose other field is not on."""
     found = {name: value for name, value in vars(model).items() if name not in (*STORED, *TENSORS)}
-    for name in (
-        *_OF_LAYERS,
-        "mla",
-        "dsa",
-        "msa",
-        "csa",
-        "mhc",
-        "altup",
-        "ple",
-        "mamba",
-        "heterogeneous",
-        "multipliers",
-    ):
+    for name in (*_OF_LAYERS, *_OF_MODELS):
         part = getattr(model, name) if name not in _OF_LAYERS or _in_any(model, _OF_LAYERS[name]) else None
         fields = {f"{name}.{field}": value for field, value in vars(part).items()} if part else {}
         found |= {name: USED if part else None}
@@ -124,6 +112,9 @@ _OF_LAYERS: Mapping[str, Callable[[ModelShape, int], bool]] = {
     "short_conv": ModelShape.has_short_conv,
 }
 """Parts that only these layers use, of which a model may have none."""
+
+_OF_MODELS = ("mla", "dsa", "msa", "csa", "mhc", "altup", "ple", "mamba", "heterogeneous", "multipliers")
+"""Those that all of a model uses."""
 
 _UNUSED: Sequence[tuple[tuple[str, ...], Callable[[ModelShape], bool]]] = (
     (("ffn_hidden_size",), lambda model: not _in_any(model, ModelShape.has_dense_mlp)),

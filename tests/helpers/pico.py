@@ -1231,7 +1231,7 @@ def make(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **ch
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.is_floating_point() and re.search(
                 r"norm|ln_|bias$|sinks$|layer_scalar$|_hc\.(base|scale)$|hc_(base|scale)$|router\.\w*scale$|router\.gate\.weight$"
-                r"|softmax_scaling\.scale$|rotary_emb\.alpha$|ple\.conv1d\.weight$|residual_gate\.gate$",
+                r"|softmax_scaling\.scale$|rotary_emb\.alpha$|ple\.conv1d\.weight$|residual_gate\.gate$|correct_output_scale$",
                 name,
             ):
                 tensor.add_(torch.randn_like(tensor) * 0.1)
@@ -1239,7 +1239,7 @@ def make(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **ch
                 tensor.copy_(torch.rand(len(tensor), config.n_routed_experts).argsort(1)[:, : tensor.shape[1]])
             if name.endswith("layer_scalar"):  # a buffer has no master that keeps what BF16 does not
                 tensor.copy_(tensor.bfloat16())
-            if family.startswith("gemma4") and name.endswith(
+            if family.startswith(("gemma3n", "gemma4")) and name.endswith(
                 "q_norm.weight"
             ):  # scores are not scaled: softmax would be all or none
                 tensor.mul_(0.25)

@@ -16,8 +16,8 @@ COMPUTED = frozenset(
             "norm_epsilon normalization zero_centered_gamma norm_bias norm_weight pre_layernorms final_gamma_whole",
             "post_layernorms post_norm_epsilon scaled_post_layernorms norm_gate_rank layer_scalar",
             "parallel_residual shared_layernorm residual_multiplier residual_gate_temperature attn_res_block_size",
-            "laurel_rank",
-            "activation gated_linear_unit activation_clamp glu_offset swiglu_limits activation_sparsity use_double_wide_mlp",
+            "laurel_rank activation gated_linear_unit activation_clamp glu_offset swiglu_limits activation_sparsity",
+            "use_double_wide_mlp",
             "position_embedding lerope rope_layers rotary_base rotary_base_local rotary_percent rotary_interleaved",
             "rope_scaling",  # its kinds: `_SCALINGS` in `positions.py`
             "num_attention_heads num_query_groups kv_channels v_head_dim num_kv_shared_layers",

@@ -5,6 +5,7 @@ Shape letters: T tokens, N residual streams, E hidden_size.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +42,8 @@ class AlternatingUpdates(nn.Module):
 
     def predict(self, streams: Tensor) -> Tensor:
         """`[T, N, E]` to the same."""
-        mix = self._of_modalities(streams[:, 0], self.prediction_coefs).unflatten(-1, (self.streams, self.streams))
+        mix = self._of_modalities(streams[:, 0], self.prediction_coefs)
+        mix = mix.view(-1, self.streams, self.streams)
         return torch.matmul(mix, streams) + streams
 
     def correct(self, predictions: Tensor, made: Tensor) -> Tensor:
@@ -105,7 +107,8 @@ def _projected(first: Tensor, streams: Iterable[Tensor], projections: nn.ModuleL
     """A projection of each stream, with the magnitude of the first."""
     magnitude, made = _mean_square(first).sqrt(), []
     for stream, projection in zip(streams, projections, strict=True):
-        projected = product(F.linear, stream, projection.weight)
+        weight: Any = projection.weight
+        projected = product(F.linear, stream, weight)
         made.append(projected * magnitude / _mean_square(projected).clamp(min=_LEAST_SQUARE).sqrt())
     return made
 
