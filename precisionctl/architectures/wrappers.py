@@ -182,6 +182,7 @@ WRAPPERS: Mapping[str, WrapperNames] = {
         towers_in_memory="model.model.",
         mark="multi_modal_projector.mm_soft_emb_norm.",
     ),
+    "gemma3n": WrapperNames(*IN_MEMORY, text="gemma3n_text", mark="embed_vision.hard_embedding_norm."),
     "gemma4": WrapperNames(*IN_MEMORY, text="gemma4_text", mark="vision_tower.patch_embedder.input_proj."),
     "gemma4_unified": WrapperNames(*IN_MEMORY, text="gemma4_unified_text", mark="vision_embedder.patch_dense."),
     "llama4": WrapperNames(text="llama4_text", mark="vision_model.vision_adapter."),
@@ -297,6 +298,7 @@ TEXT_MODELS: Mapping[str, TextModel] = {
         _sizes(262208, 2304, 9216, 26, 8, 4, 131072) | {"head_dim": 256},
         {"final_logit_softcapping": None},
     ),
+    "gemma3n_text": TextModel("gemma3n_text", _sizes(262400, 2048, 16384, 35, 8, 2, 32768)),
     "gemma4_text": TextModel("gemma4_text", _sizes(262144, 2304, 9216, 30, 8, 4, 131072)),
     "gemma4_unified_text": TextModel(
         "gemma4_text",

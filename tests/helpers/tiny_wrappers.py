@@ -11,14 +11,31 @@ import torch
 from any_models import SMALL, shrunk
 from safetensors.torch import load_file, save_file
 from training import add_tokenizer
+from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
+    AutoModel,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
+    Gemma3nVisionConfig,
     PreTrainedModel,
 )
+
+
+class TowerOfTimm(PreTrainedModel):
+    """In place of Gemma 3n's tower of images, which timm has, another program."""
+
+    config_class = Gemma3nVisionConfig
+
+    def __init__(self, config: Gemma3nVisionConfig) -> None:
+        super().__init__(config)
+        self.timm_model = nn.ModuleDict({"conv_stem": nn.Conv2d(3, 8, 3, bias=False), "blocks": nn.Linear(8, 16)})
+        self.post_init()
+
+
+AutoModel.register(Gemma3nVisionConfig, TowerOfTimm, exist_ok=True)
 
 TEXT: dict[str, Any] = {
     "vocab_size": 80,
@@ -50,6 +67,18 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 24,
         "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "gemma3n": {
+        "model_type": "gemma3n_text",
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 72,
+        "num_hidden_layers": 4,
+        "intermediate_size": [96] * 4,
+        "num_kv_shared_layers": 2,
+        "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.8, 0.0, 0.0, 0.0],
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
     "gemma4": {
         "model_type": "gemma4_text",
@@ -312,6 +341,7 @@ MISTRAL_4: dict[str, Any] = {
 
 TIED = {
     "gemma3",
+    "gemma3n",
     "gemma4",
     "gemma4_unified",
     "lfm2_vl",
@@ -339,6 +369,7 @@ _CONFORMER = {
 OPTIONAL: dict[str, Any] = {
     "vibevoice_asr": dict.fromkeys(("acoustic_tokenizer_encoder_config", "semantic_tokenizer_encoder_config"), _SOUND),
     **dict.fromkeys(("granite_speech", "granite_speech_plus"), _CONFORMER),
+    "gemma3n": {"audio_config": {"conf_num_hidden_layers": 1}},
     "gemma4": {"vision_config": {}, "audio_config": {}},
     "gemma4_unified": {
         "vision_config": {"mm_embed_dim": 64, "mm_posemb_size": 20, "patch_size": 2},

@@ -41,8 +41,8 @@ def te_names(names: Mapping[str, object], indexed: bool) -> dict[str, str]:
     Transformer Engine fuses a norm into the linear that follows, so it is named after that linear. Megatron's local
     specs store some norms under the fused name, too, but not the same ones: it depends on whether a layer has experts
     or multi-latent attention. A norm that two modules read stays a tensor of its own: the one before attention where
-    the MLP has none, or where a gate (Laguna) or beta_proj (Kimi delta attention) reads it too; both in Kimi K3; norms
-    of latents in an `indexed` model, whose indexers read them too, and in DeepSeek-V4.
+    the MLP has none, or where a gate (Laguna), beta_proj (Kimi delta attention) or a low-rank residual (Gemma 3n) reads
+    it too; both in Kimi K3; norms of latents in an `indexed` model, whose indexers read them too, and in DeepSeek-V4.
     """
     renamed = {}
     moved = _WITHOUT_TE if indexed else (*_WITHOUT_TE, *_LATENTS_WITHOUT_TE)
@@ -64,5 +64,7 @@ def _fuses_norms(layer: str, names: Mapping[str, object]) -> bool:
     if f"{layer}self_attention_res_proj.weight" in names:
         return False
     before_mlp = any(f"{layer}{norm}weight" in names for norm in ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."))
-    read_twice = any(f"{layer}self_attention.{module}.weight" in names for module in ("linear_gate", "beta_proj"))
-    return before_mlp and not read_twice
+    return before_mlp and not any(f"{layer}{module}.weight" in names for module in _ALSO_READ_IT)
+
+
+_ALSO_READ_IT = ("self_attention.linear_gate", "self_attention.beta_proj", "laurel.linear_left")
