@@ -1,5 +1,6 @@
 """vLLM: what it asks of a directory of codes. Read in 0.33.0; its config parser and weight loader were run on a CPU."""
 
+import re
 from functools import partial
 
 from precisionctl.engines.base import Engine, NoClass, ServeCommand
@@ -65,7 +66,13 @@ from precisionctl.engines.serving import FUSED, LATENT
 _UNQUANTIZED = Unquantized(ROUTERS_AND_GATES, ("qwen3_moe", "qwen3_vl_moe_text", "lfm2_moe", "k2_horizon"))
 """models/: GateLinear, by its quant_config."""
 _NO_NAME = "it makes this linear without a name, so no list keeps it in BF16"
-_list = partial(IgnoreList, unquantized=_UNQUANTIZED, looks_up_missing_parts=True)
+_list = partial(
+    IgnoreList,
+    unquantized=_UNQUANTIZED,
+    looks_up_missing_parts=True,
+    # models/gemma3n.py Gemma3nSelfDecoder
+    moved={"gemma3n_text": (re.compile(r"(altup_projections\.\d+|per_layer_model_projection)$"), "self_decoder.")},
+)
 
 ENGINE = Engine(
     name="vllm",
@@ -163,6 +170,12 @@ ENGINE = Engine(
         **dict.fromkeys(
             ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
             NoClass(EngineRule("it loads what thinks from the whole model alone", "vLLM 0.33 models/registry.py")),
+        ),
+        "gemma3n_text": NoClass(
+            EngineRule(
+                "of the text model alone it leaves out what tokens have for each layer; of the wrapper it does not",
+                "vLLM 0.33 models/gemma3n.py Gemma3nForCausalLM.forward; run",
+            )
         ),
         **dict.fromkeys(
             ("deepseek", "nemotron-nas"),

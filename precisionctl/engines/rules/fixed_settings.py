@@ -163,6 +163,28 @@ NUMBER_BY_LIST = (
 )
 
 
+def shared_from_the_last_two(config: Mapping[str, Any]) -> object:
+    """Of layers before those that share keys and values (Gemma 3n's last 15), the last one without a window and the one
+    before it with one: what these read, whatever the two are."""
+    kinds, shared = config.get("layer_types"), config.get("num_kv_shared_layers", 15)
+    if not isinstance(kinds, list) or type(shared) is not int or not 0 < shared <= len(kinds) - 2:
+        return None
+    first = len(kinds) - shared
+    own, reading = kinds[:first], {*map(str, kinds[first:])}
+    taken = [*own[:-2], *((_WINDOW, _EVERYWHERE) if len(reading) == 2 else own[-2:])]
+    if reading == {_WINDOW}:
+        taken[-2:] = [_WINDOW, _EVERYWHERE]
+    elif reading == {_EVERYWHERE}:
+        taken[-1] = _EVERYWHERE
+    return None if taken == own else [*taken, *kinds[first:]]
+
+
+SHARED_FROM_THE_LAST_TWO = (
+    "of layers that share keys and values, those without a window read the last layer before them, and those with one "
+    "the layer before that, whatever the two are"
+)
+
+
 def in_every_other_layer(config: Mapping[str, Any]) -> object:
     """Windows in the first layer and every other one after it."""
     kinds = config.get("layer_types")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from precisionctl.engines.rules.ignore_lists import (
@@ -18,6 +18,7 @@ from precisionctl.engines.rules.ignore_lists import (
 from precisionctl.engines.rules.names_in_memory import module_names, possible
 from precisionctl.engines.rules.rule import Breaches, QuantizedDirectory
 from precisionctl.engines.serving import EXPERT, experts_module
+from precisionctl.model.text_config import config_parts
 from precisionctl.param import TensorSpec, is_slice
 from precisionctl.quant_methods.compressed_tensors import config_groups
 
@@ -74,7 +75,8 @@ class IgnoreList:
     `...mlp.experts` when it looks up a layer's experts that are one tensor; none if it does not look for those.
     experts_as_one: it looks up experts that are stored one by one as `...mlp.experts`, too. in_memory: it looks under
     the names that modules have in memory, by transformers' own table. looks_up_missing_parts: it looks up all parts of
-    what it fuses, also those that are stored nowhere.
+    what it fuses, also those that are stored nowhere. moved: of models, by the `model_type` of their text model, the
+    modules that it makes within another one, after which their names are looked up: what they end in, and its name.
     """
 
     keys: tuple[str, ...]
@@ -86,6 +88,7 @@ class IgnoreList:
     experts_as_one: bool = False
     in_memory: bool = False
     looks_up_missing_parts: bool = False
+    moved: Mapping[str, tuple[re.Pattern[str], str]] = field(default_factory=dict)
 
     def entries(self, quantization: Mapping[str, Any]) -> object:
         """The list; None if there is none."""
@@ -128,7 +131,7 @@ class IgnoreList:
             values += [rf"re:{re.escape(experts)}\.0\..+" for experts in stacked if self.experts]
         values = list(dict.fromkeys(values))
         if not self.in_memory:
-            return values
+            return list(dict.fromkeys([*values, *(self._moved(config, name) for name in values)]))
         codes = [name for name in codes if not EXPERT.fullmatch(f"{name}.weight")]  # they become one tensor
         taken = {name for names in possible(config, codes).values() for name in names}
         named = (name for names in possible(config, values).values() for name in names)
@@ -183,7 +186,16 @@ class IgnoreList:
         modules = list(modules)
         if not self.in_memory or method != "compressed-tensors":  # of others it renames the list too
             experts = {m: EXPERT.fullmatch(f"{m}.weight") for m in modules if self.experts_as_one}
-            return {module: [match[1] if (match := experts.get(module)) else module] for module in modules}
+            return {
+                module: [match[1] if (match := experts.get(module)) else self._moved(config, module)]
+                for module in modules
+            }
         alone = [module for module in modules if not EXPERT.fullmatch(f"{module}.weight")]  # experts become one tensor
         found = module_names(config, alone)
         return {module: found.get(module) or [module] for module in modules}
+
+    def _moved(self, config: Mapping[str, Any], module: str) -> str:
+        """The name of a module as the engine makes it."""
+        ending, within = self.moved.get(str(config_parts(config)[-1].get("model_type")), (None, ""))
+        found = ending.search(module) if ending else None
+        return f"{module[: found.start()]}{within}{found[0]}" if found else module

@@ -3,6 +3,7 @@
 from precisionctl.engines.rules.fixed_settings import (
     BY_LEADING_DENSE,
     BY_NUMBER,
+    SHARED_FROM_THE_LAST_TWO,
     FixedSettings,
     dense_layers_first,
     in_every_other_layer,
@@ -13,6 +14,7 @@ from precisionctl.engines.rules.fixed_settings import (
     off_where_some_layers_from,
     on_unless_said_by,
     one_share_of_heads,
+    shared_from_the_last_two,
     window_off_by,
     yarn_of_deepseek,
 )
@@ -148,6 +150,11 @@ FIXED = (
         refused=True,
     ),
     FixedSettings(
+        ("gemma3n_text",),
+        {"layer_types": shared_from_the_last_two},
+        EngineRule(SHARED_FROM_THE_LAST_TWO, "vLLM 0.33 models/gemma3n.py Gemma3nAttention"),
+    ),
+    FixedSettings(
         ("lfm2", "lfm2_moe"),
         {"tie_embedding": True, "tie_word_embeddings": on_unless_said_by("tie_embedding")},
         EngineRule(_NO_HEAD, "vLLM 0.33 models/lfm2.py, lfm2_moe.py; run"),
@@ -204,6 +211,7 @@ WRAPPERS = (
     "audioflamingo3",
     "cohere2_vision",
     "cohere_compass",
+    "gemma3n",
     "granite_speech",
     "granite_speech_plus",
     "internvl",
