@@ -312,6 +312,12 @@ def _notes_of_the_model(model: ModelShape, family: GgufFamily, options: str) -> 
         )
     if model.activation == "gelu" and "activation" in family.ignored:
         yield "llama.cpp approximates GELU by tanh, where transformers computes it exactly: logits differ a little."
+    epsilon = model.mamba and model.mamba.bcdt_l2_norm_epsilon
+    if epsilon and epsilon != model.norm_epsilon:
+        yield (
+            f"llama.cpp normalises steps, B and C of mixers with the other norms' epsilon, {model.norm_epsilon}, where "
+            f"transformers has {epsilon}: logits differ a little."
+        )
     if model.mtp_num_layers and family.without_prediction:
         yield (
             f"The file has no layers of multi-token prediction, which are not written of `{model.architecture}`: "

@@ -106,8 +106,9 @@ class Mamba:
     written (B) and read (C).
 
     With `dt_rank` mixers are Mamba-1's (arXiv 2312.00752), of which Megatron has none: each channel is a head, each
-    channel of its state decays at its own rate, and B, C and steps are made of the values behind the convolution, and
-    normalised; steps in two steps, by `dt_rank` channels.
+    channel of its state decays at its own rate, and B, C and steps are made of the values behind the convolution; steps
+    in two steps, by `dt_rank` channels. With `bcdt_layernorm` B, C and these channels are normalised, as Jamba's; with
+    `bcdt_l2_norm_epsilon` by norms without weights, which have this epsilon, as FalconMamba's.
     """
 
     pattern: str
@@ -117,6 +118,8 @@ class Mamba:
     state_dim: int
     gated_norm: bool = True
     dt_rank: int | None = None
+    bcdt_layernorm: bool = False
+    bcdt_l2_norm_epsilon: float | None = None
 
     conv_kernel_dim: ClassVar[int] = 4
     """Taps of the convolution of values, B and C: Megatron-Core's, which no argument changes."""

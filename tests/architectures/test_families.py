@@ -301,8 +301,8 @@ def test_biases_that_megatrons_one_switch_would_give_to_experts_are_refused(tmp_
 def test_an_unsupported_family_is_refused_with_what_adding_one_takes(tmp_path: Path) -> None:
     pico.save(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
-    with pytest.raises(UnknownArchitecture, match="`mamba`.* A table is one file"):
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "rwkv"}))
+    with pytest.raises(UnknownArchitecture, match="`rwkv`.* A table is one file"):
         make_plan(HuggingFaceReader(tmp_path), "megatron")
 
 

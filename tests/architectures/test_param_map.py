@@ -212,8 +212,8 @@ def test_more_rows_than_a_tensor_has_are_not_numbered() -> None:
 
 
 def test_an_unknown_family_is_refused_with_what_adding_one_takes() -> None:
-    with pytest.raises(UnknownArchitecture, match="unsupported architecture `mamba`.*A table is one file"):
-        architecture_of("mamba")
+    with pytest.raises(UnknownArchitecture, match="unsupported architecture `rwkv`.*A table is one file"):
+        architecture_of("rwkv")
 
 
 def test_all_spellings_of_a_row_are_one_parameter() -> None:

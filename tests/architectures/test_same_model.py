@@ -526,6 +526,10 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
     *((BY_SIZE, {"heterogeneous.ffn_hidden_size": channels}) for channels in ((24, 0), (24, 8))),
     (MIXERS, {"mamba.gated_norm": False}),
     *((MAMBA_1, {f"mamba.{name}": value}) for name, value in {"dt_rank": 4, "num_heads": 8, "state_dim": 4}.items()),
+    *(
+        (MAMBA_1, {f"mamba.{name}": value})
+        for name, value in {"bcdt_layernorm": True, "bcdt_l2_norm_epsilon": 0.1}.items()
+    ),
     (MIXERS, {"mamba.dt_rank": 4}),
     (BESIDE, {"mamba.gated_norm": False}),
     (BESIDE, {"multipliers": None}),
@@ -895,6 +899,9 @@ LATENT_WITHOUT_WINDOW = dataclasses.replace(NO_WINDOW, mla=LATENT.mla)
         *((MIXERS, {name: value}) for name, value in BESIDE_MIXERS_OTHERWISE.items()),
         *((BY_SIZE, {name: value}) for name, value in BESIDE_SIZES_OTHERWISE.items()),
         *((each, {"mamba.dt_rank": 4}) for each in (MIXERS, BESIDE)),
+        (MIXERS, {"mamba.bcdt_layernorm": True}),
+        (MIXERS, {"mamba.bcdt_l2_norm_epsilon": 0.1}),
+        (with_fields(MAMBA_1, {"mamba.bcdt_l2_norm_epsilon": 0.1}), {"mamba.bcdt_layernorm": True}),
         *((STREAMS, {name: value}) for name, value in BESIDE_CSA_OTHERWISE.items()),
         *((BLOCKS, {name: value}) for name, value in BESIDE_MSA_OTHERWISE.items()),
         *((NGRAMS, {name: value}) for name, value in BESIDE_LOWRANK_OTHERWISE.items()),

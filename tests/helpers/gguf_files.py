@@ -163,6 +163,8 @@ AS_RELEASED: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 512,
     },
     "mamba2": {},
+    "mamba": {},
+    "falcon-mamba": {"intermediate_size": 128, "mixer_rms_eps": 1e-5},
     "step3p5": {
         **dict.fromkeys(("rope_theta", "partial_rotary_factors", "rope_scaling")),
         "rope_parameters": {

@@ -1067,6 +1067,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "state_size": 8,
         "time_step_floor": 0.5,  # as Nemotron-H's
     },
+    "mamba": {
+        "model_type": "mamba",
+        "intermediate_size": 128,
+        "state_size": 8,
+        "time_step_rank": 8,
+    },
+    "falcon-mamba": {
+        "model_type": "falcon_mamba",
+        "expand": 16,  # as its release has it, which also says how many channels there are
+        "state_size": 8,
+        "mixer_rms_eps": 0.01,
+        "tie_word_embeddings": False,
+    },
     "jamba": {
         "model_type": "jamba",
         "num_hidden_layers": 3,

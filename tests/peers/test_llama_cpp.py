@@ -123,7 +123,7 @@ BYTE_LEVEL = {
     "falcon": (gguf_tokenizers.OF_FALCON, False, False),
 }
 SIZES = {
-    "mamba2": 336,
+    **dict.fromkeys(("mamba2", "mamba", "falcon-mamba"), 336),
     "nemotron-nas": 128256,  # by which the converter knows the kind of tokenizer
     **dict.fromkeys(("nemotron-h", "granite-hybrid", "granite-hybrid-dense"), 344),
     **dict.fromkeys(("gemma4", "gemma4-moe", "gemma4-small"), SIZE - 10),
@@ -148,7 +148,7 @@ SAID_OTHERWISE = {
 """Metadata of single families."""
 PEAKED = {
     "mpt",  # whose GELU llama.cpp approximates
-    "mamba2",  # all of whose layers have states
+    *("mamba2", "mamba", "falcon-mamba"),  # all of whose layers have states
     "afmoe",
     "exaone4",
     "exaone-moe",

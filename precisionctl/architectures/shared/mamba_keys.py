@@ -1,4 +1,5 @@
-"""config.json's keys of Mamba-2 mixers: their heads, and the steps (dt), which Megatron-Core does not clamp."""
+"""config.json's keys of Mamba mixers: heads of Mamba-2's, and their steps (dt), which Megatron-Core does not clamp;
+channels of Mamba-1's; and what models of mixers alone have."""
 
 from precisionctl.architectures import config_keys as keys
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
@@ -46,6 +47,69 @@ MIXER: tuple[keys.Entry, ...] = (
     keys.Only("mamba_proj_bias", False),
 )
 """As Granite 4 and Bamba have it."""
+
+
+def mamba_1_sizes(expand: str, rank: str, hidden_size: int, channels: str | None = None) -> keys.Rule:
+    """How many channels a Mamba-1 mixer has: `expand`, a key, times those of the model; or what the key `channels`
+    says, if the family has that key and it is not null. Steps are made by way of as many as the key `rank` says; `auto`
+    is a 16th of the model's.
+
+    Of keys that are not there `expand` is 2, `rank` is `auto`, and the model has `hidden_size` channels."""
+
+    def read(config: keys.Config) -> keys.Fields:
+        config = {"hidden_size": hidden_size, expand: 2, rank: "auto", **config}
+        hidden = keys.size(config, "hidden_size")
+        said = channels and config.get(channels) is not None
+        inner_size = keys.size(config, channels) if channels and said else keys.size(config, expand) * hidden
+        return {
+            "mamba.num_heads": inner_size,
+            "mamba.head_dim": 1,
+            "mamba.num_groups": 1,
+            "mamba.dt_rank": -(-hidden // 16) if config[rank] == "auto" else keys.size(config, rank),
+            "mamba.gated_norm": False,
+        }
+
+    def write(model: ModelShape) -> keys.Config:
+        if model.mamba is None:
+            return {}
+        inner_size = model.mamba.inner_size
+        said = {channels: inner_size} if channels else {}
+        return {expand: max(1, inner_size // model.hidden_size), rank: model.mamba.dt_rank, **said}
+
+    return keys.Rule((expand, rank, *([channels] if channels else [])), read, write)
+
+
+def mixers_alone(number: int, hidden_size: int) -> tuple[keys.Entry, ...]:
+    """Sizes of a model of mixers alone, which has `number` layers and `hidden_size` where config.json does not say it.
+    Nothing says how long a text may be, and any length is computed."""
+
+    def read(config: keys.Config) -> keys.Fields:
+        layers = keys.layers(config, absent=number)
+        return {"num_layers": layers, "mamba.pattern": "M" * layers, "rope_layers": (False,) * layers}
+
+    return (
+        keys.Rule(("num_hidden_layers",), read, keys.LAYERS.write),
+        keys.Key("hidden_size", "hidden_size", hidden_size),
+        keys.Always("max_position_embeddings", 262144),
+        keys.Only("conv_kernel", 4),
+        keys.Only("use_conv_bias", True),
+        keys.Only("use_bias", False),
+        keys.Only("hidden_act", "silu"),
+        keys.Key("norm_epsilon", "layer_norm_epsilon", 1e-5),
+    )
+
+
+def with_mixers_heads(sizes: keys.Rule) -> keys.Rule:
+    """The same sizes of mixers in a model of these alone. Megatron asks for heads of attention and an MLP's channels
+    all the same: these are the mixers', and no layer has them."""
+
+    def read(config: keys.Config) -> keys.Fields:
+        mixer = sizes.read(config)
+        number, head = mixer["mamba.num_heads"], mixer["mamba.head_dim"]
+        of_attention = {"num_attention_heads": number, "num_query_groups": number, "kv_channels": head}
+        return {**mixer, **of_attention, "ffn_hidden_size": number * head}
+
+    return keys.Rule(sizes.keys, read, sizes.write)
 
 
 def step_limits(*said_by: str) -> keys.Rule:

@@ -3,7 +3,7 @@ of a Mamba-1 mixer, which Megatron-Core does not have, and whose parameters have
 
 from dataclasses import replace
 
-from precisionctl.architectures.param_map import Row, only_in, renamed
+from precisionctl.architectures.param_map import Row, only_in, renamed, when
 from precisionctl.architectures.rearrangements import GAMMA
 from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.param import COLUMNS, GATED_ROWS, MIXER_CONV_PARTS, MIXER_PARTS, ROWS, Parallel
@@ -51,7 +51,7 @@ MIXER = only_in(
 )
 
 _IN_PROJ, *_CONVOLUTION = MIXER[:3]
-_OUT_PROJ = MIXER[-1]
+_OUT_PROJ, _NORMED = MIXER[-1], when("mamba.bcdt_layernorm")
 MAMBA_1_MIXER = only_in(
     "mamba",
     (
@@ -64,7 +64,9 @@ MAMBA_1_MIXER = only_in(
             parallel=COLUMNS,
         ),
         *(
-            Row(f"{_HF}{name}.weight", f"{_MEGATRON}{name}.weight", (size,), GAMMA)
+            Row(
+                f"{_HF}{name}.weight", f"{_MEGATRON}{name}.weight", (size,), GAMMA, present=when("mamba.bcdt_layernorm")
+            )
             for name, size in (
                 ("dt_layernorm", "mamba.dt_rank"),
                 ("b_layernorm", "mamba.state_dim"),
@@ -88,7 +90,7 @@ MAMBA_1_MIXER = only_in(
         replace(_OUT_PROJ, values=_OUT_PROJ.hf),
     ),
 )
-"""With the norms of what x_proj makes, as Jamba has them. Exports leave in_proj and out_proj as they are, because
+"""With norms of what x_proj makes, if these have weights. Exports leave in_proj and out_proj as they are, because
 vLLM's layer takes no codes for them (model_executor/layers/mamba/mamba_mixer.py)."""
 
 BEFORE_MIXER = renamed(only_in("mamba", llama.ATTENTION_NORM), {}, {"self_attention.linear_qkv": "mixer.in_proj"})
@@ -101,3 +103,14 @@ _OR_ATTENTION = only_in("attention", (*llama.ATTENTION_NORM, *llama.QKV_LINEAR, 
 MIXER_OR_ATTENTION = (*BEFORE_MIXER, *MIXER, *_OR_ATTENTION)
 """Of a layer that is one of the two, with the norm before it."""
 MAMBA_1_OR_ATTENTION = (*BEFORE_MIXER, *MAMBA_1_MIXER, *_OR_ATTENTION)
+
+
+def mixers_alone(mixer: tuple[Row, ...]) -> tuple[Row, ...]:
+    """All rows of a model of such mixers, and nothing else in its layers."""
+    names = {
+        "model.embed_tokens.": "backbone.embeddings.",
+        "model.norm.": "backbone.norm_f.",
+        "model.layers.": "backbone.layers.",
+        ".input_layernorm.": ".norm.",
+    }
+    return (*renamed((*llama.EMBEDDING, *BEFORE_MIXER, *mixer, *FINAL_NORM), names), *llama.OUTPUT)

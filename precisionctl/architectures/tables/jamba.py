@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, renamed
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
+from precisionctl.architectures.shared.mamba_keys import mamba_1_sizes
 from precisionctl.architectures.shared.mamba_rows import FINAL_NORM, MAMBA_1_OR_ATTENTION
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.model.model_shape import ModelShape
@@ -93,26 +94,6 @@ def _period_and_offset(has: Sequence[bool]) -> tuple[int, int]:
     return period, listed[0] % period
 
 
-def _read_mixers(config: keys.Config) -> keys.Fields:
-    config = {"hidden_size": 4096, "mamba_expand": 2, "mamba_dt_rank": "auto", **config}
-    hidden = keys.size(config, "hidden_size")
-    channels = keys.size(config, "mamba_expand") * hidden
-    rank = -(-hidden // 16) if config["mamba_dt_rank"] == "auto" else keys.size(config, "mamba_dt_rank")
-    return {
-        "mamba.num_heads": channels,
-        "mamba.head_dim": 1,
-        "mamba.num_groups": 1,
-        "mamba.dt_rank": rank,
-        "mamba.gated_norm": False,
-    }
-
-
-def _write_mixers(model: ModelShape) -> keys.Config:
-    if model.mamba is None:
-        return {}
-    return {"mamba_expand": model.mamba.inner_size // model.hidden_size, "mamba_dt_rank": model.mamba.dt_rank}
-
-
 ARCHITECTURE = Architecture(
     model_types={"jamba": "JambaForCausalLM"},
     rows=llama.model_rows(
@@ -126,7 +107,8 @@ ARCHITECTURE = Architecture(
         keys.Key("max_position_embeddings", "max_position_embeddings", 262144),
         keys.VOCABULARY,
         keys.heads(num_attention_heads=32, num_key_value_heads=8),
-        keys.Rule(("mamba_expand", "mamba_dt_rank"), _read_mixers, _write_mixers),
+        mamba_1_sizes("mamba_expand", "mamba_dt_rank", 4096),
+        keys.Always("mamba.bcdt_layernorm", True),
         keys.Key("mamba.state_dim", "mamba_d_state", 16),
         keys.Only("mamba_d_conv", 4),
         keys.Only("mamba_conv_bias", True),

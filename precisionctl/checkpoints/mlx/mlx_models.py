@@ -154,6 +154,8 @@ def computed_otherwise(model: ModelShape) -> Iterator[str]:
         yield "the weights of experts are a softmax over those chosen alone"
     if name in ("mamba2", "granitemoehybrid") and model.mamba and model.mamba.num_groups > 1:
         yield "the output of a mixer is normalised over all groups"
+    if name in ("mamba", "falcon_mamba") and model.norm_epsilon != 1e-5:
+        yield "norms have an epsilon of 1e-5, whatever config.json says"
     if name in _FOUR_TIMES and model.activation == "gelu":
         yield "GELU is approximated by tanh"
     if name == "phi3" and scaling:

@@ -138,9 +138,9 @@ _OF_KIMI_LINEAR = _renamings(
 
 RENAMED: Mapping[str, tuple[_Renaming, ...]] = {
     **dict.fromkeys(
-        "apertus cohere cohere2 deepseek deepseek_v2 ernie4_5 exaone exaone4 gemma gemma2 gemma3_text glm glm4 "
-        "glm4_moe gpt_bigcode granite helium hunyuan_v1_dense internlm3 iquestcoder jamba lfm2 llama mamba2 "
-        "mellum mimo minicpm3 minimax_m2 ministral3 mistral mixtral muse_glimmer_text nemotron nemotron-nas "
+        "apertus cohere cohere2 deepseek deepseek_v2 ernie4_5 exaone exaone4 falcon_mamba gemma gemma2 gemma3_text "
+        "glm glm4 glm4_moe gpt_bigcode granite helium hunyuan_v1_dense internlm3 iquestcoder jamba lfm2 llama mamba "
+        "mamba2 mellum mimo minicpm3 minimax_m2 ministral3 mistral mixtral muse_glimmer_text nemotron nemotron-nas "
         "nemotron_h olmo2 olmo3 olmo_hybrid olmoe phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 "
         "solar_open stablelm starcoder2".split(),
         (),

@@ -281,8 +281,9 @@ def _mixer(mamba: Mamba, kept: BytesKept) -> float:
 def _mamba_1_mixer(mamba: Mamba, kept: BytesKept) -> float:
     """The same of a Mamba-1 mixer."""
     of_steps, state = mamba.x_proj_parts[0], mamba.state_dim
-    # What the convolution reads and gives, and this behind SiLU; what x_proj makes, normalised
-    made = 3 * 2 * mamba.conv_size + kept.norm * mamba.x_proj_size + 2 * of_steps
+    # What the convolution reads and gives, and this behind SiLU; what norms read, and what steps are made of
+    normed = mamba.bcdt_layernorm or mamba.bcdt_l2_norm_epsilon is not None
+    made = 3 * 2 * mamba.conv_size + normed * kept.norm * mamba.x_proj_size + 2 * of_steps
     # All FP32: what steps are made of, steps, values and their products, B and C, the state of each chunk; what is
     # read, the gate before and after SiLU
     scan = 7 * 4 * mamba.inner_size + 2 * 4 * state + 4 * mamba.inner_size * state // CHUNK

@@ -55,7 +55,7 @@ COMPUTED = frozenset(
             "gdn.kda gdn.kda_lora_rank gdn.kda_lower_bound gdn.kda_full_gate",
             "short_conv short_conv.layers short_conv.kernel_dim",
             "mamba mamba.pattern mamba.num_heads mamba.head_dim mamba.num_groups mamba.state_dim mamba.dt_rank",
-            "mamba.gated_norm",
+            "mamba.gated_norm mamba.bcdt_layernorm mamba.bcdt_l2_norm_epsilon",
             "heterogeneous heterogeneous.num_query_groups heterogeneous.ffn_hidden_size",
             "multipliers multipliers.attention_in multipliers.attention_out multipliers.key multipliers.mlp",
             "multipliers.ssm_in multipliers.ssm_out multipliers.ssm",
@@ -246,6 +246,10 @@ def _not_together(model: ModelShape) -> Mapping[str, object]:
         "mamba.dt_rank": mamba
         and mamba.dt_rank is not None
         and (mamba.parallel or mamba.gated_norm or mamba.head_dim * mamba.num_groups > 1),
+        "mamba.bcdt_layernorm": mamba
+        and mamba.bcdt_layernorm
+        and (mamba.dt_rank is None or mamba.bcdt_l2_norm_epsilon is not None),
+        "mamba.bcdt_l2_norm_epsilon": mamba and mamba.dt_rank is None and mamba.bcdt_l2_norm_epsilon is not None,
         "linear_gate": model.linear_gate
         and not mla
         and (gdn or mamba or model.parallel_residual or not model.pre_layernorms),

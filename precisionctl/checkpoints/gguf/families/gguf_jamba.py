@@ -5,9 +5,9 @@ Sources: llama.cpp's src/models/jamba.cpp and mamba-base.cpp, and conversion/jam
 
 from precisionctl.architectures.config_keys import Fields
 from precisionctl.checkpoints.gguf import expert_keys, metadata_keys as keys, rope_keys, tensor_rows as rows
+from precisionctl.checkpoints.gguf.families.gguf_mamba import COMPUTED, MIXER, mixer
 from precisionctl.checkpoints.gguf.family import GgufFamily
 from precisionctl.checkpoints.gguf.metadata import Described
-from precisionctl.checkpoints.tensor_changes import DECAY, KERNEL
 from precisionctl.model.model_shape import ModelShape
 
 
@@ -68,28 +68,7 @@ _EXPERTS = keys.write_only(
 """What _LAYERS reads."""
 
 
-def _read_channels(file: Described) -> Fields:
-    file.expect("ssm.conv_kernel", 4)
-    return {"mamba.num_heads": file.count("ssm.inner_size", least=1)}
-
-
-def _write_channels(model: ModelShape) -> keys.Said:
-    assert model.mamba
-    if model.mamba.inner_size != 2 * model.hidden_size:
-        raise keys.refused(model, f"whose mixers have {model.mamba.inner_size} channels, but twice its hidden states'")
-    return {"ssm.conv_kernel": model.mamba.conv_kernel_dim, "ssm.inner_size": model.mamba.inner_size}
-
-
-_CHANNELS = keys.GgufEntry(("mamba.num_heads",), ("ssm.conv_kernel", "ssm.inner_size"), _read_channels, _write_channels)
-_MIXER = {
-    "mamba.in_proj": "ssm_in",
-    "mamba.x_proj": "ssm_x",
-    "mamba.dt_proj": "ssm_dt",
-    "mamba.dt_layernorm": "ssm_dt_norm",
-    "mamba.b_layernorm": "ssm_b_norm",
-    "mamba.c_layernorm": "ssm_c_norm",
-    "mamba.out_proj": "ssm_out",
-}
+_NORMS = {"mamba.dt_layernorm": "ssm_dt_norm", "mamba.b_layernorm": "ssm_b_norm", "mamba.c_layernorm": "ssm_c_norm"}
 
 FAMILIES = {
     "jamba": GgufFamily(
@@ -99,32 +78,21 @@ FAMILIES = {
             rows.GgufRow("model.final_layernorm.weight", ("output_norm.weight",)),
             rows.GgufRow("lm_head.weight", ("output.weight",)),
             *rows.in_layers({"input_layernorm": "attn_norm", "pre_ff_layernorm": "ffn_norm"}),
-            *rows.in_layers(_MIXER),
-            *rows.in_layers({"mamba.conv1d": "ssm_conv1d"}, KERNEL),
-            rows.in_layer("mamba.conv1d.bias", "ssm_conv1d.bias"),
-            rows.in_layer("mamba.dt_proj.bias", "ssm_dt.bias"),
-            rows.in_layer("mamba.A_log", "ssm_a", DECAY),
-            rows.in_layer("mamba.D", "ssm_d"),
+            *mixer("mamba"),
+            *rows.in_layers(_NORMS),
             *rows.ATTENTION,
             *rows.in_layers({f"feed_forward.{hf}": gguf for hf, gguf in rows.GATED.items()}),
             *rows.in_layers({"feed_forward.router": "ffn_gate_inp"}),
             *rows.experts("feed_forward.experts"),
         ],
-        keys=(
-            *(_LAYERS, keys.CONTEXT, keys.WIDTH, _SIZES, _CHANNELS),
-            keys.integer("mamba.state_dim", "ssm.state_size"),
-            keys.integer("mamba.dt_rank", "ssm.time_step_rank"),
-            keys.EPSILON,
-            _EXPERTS,
-        ),
+        keys=(*(_LAYERS, keys.CONTEXT, keys.WIDTH, _SIZES, *MIXER, keys.EPSILON, _EXPERTS),),
         reads=(rope_keys.ROPE,),  # which no layer has
         turned=None,
         computed={
             "kv_channels": keys.hidden_by_heads,
             "rope_layers": keys.in_all_layers(False),
-            "mamba.head_dim": 1,
-            "mamba.num_groups": 1,
-            "mamba.gated_norm": False,
+            **COMPUTED,
+            "mamba.bcdt_layernorm": True,
         },
     ),
 }

@@ -3,6 +3,7 @@
 Sources: llama.cpp's src/models/mamba2.cpp and mamba-base.cpp, and conversion/mamba.py, nemotron.py and granite.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from precisionctl.architectures.config_keys import Fields
@@ -70,14 +71,16 @@ _LAYERS = replace(
     read=lambda file: {"num_layers": file.layers(), "mamba.pattern": "M" * file.layers()},
 )
 
-FAMILIES = {
-    "mamba2": GgufFamily(
-        "mamba2",
-        rows=rows.renamed([*rows.outside_layers(), *rows.in_layers({"norm": "attn_norm"}), *mixer("mixer")], _NAMES),
+
+def mixers_alone(architecture: str, mixer_rows: Sequence[rows.GgufRow], *mixer_keys: keys.GgufEntry) -> GgufFamily:
+    """The family of models of such mixers, and nothing else in their layers."""
+    return GgufFamily(
+        architecture,
+        rows=rows.renamed([*rows.outside_layers(), *rows.in_layers({"norm": "attn_norm"}), *mixer_rows], _NAMES),
         keys=(
             keys.ignored_keys("context_length", write=lambda model: {"context_length": 1 << 20}),
             *(keys.WIDTH, keys.always("feed_forward_length", 0), keys.always("attention.head_count", 0)),
-            *(_LAYERS, MIXER_AS_MAMBA2, keys.EPSILON),
+            *(_LAYERS, *mixer_keys),
         ),
         turned=None,
         computed={
@@ -88,5 +91,7 @@ FAMILIES = {
             "rope_layers": keys.in_all_layers(False),
         },
         scalings=rope_keys.UNSCALED_ALONE,
-    ),
-}
+    )
+
+
+FAMILIES = {"mamba2": mixers_alone("mamba2", mixer("mixer"), MIXER_AS_MAMBA2, keys.EPSILON)}

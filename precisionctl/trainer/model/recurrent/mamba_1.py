@@ -22,8 +22,8 @@ from precisionctl.trainer.sequences import Positions
 
 class Mamba1Mixer(nn.Module):
     """`x` goes through a causal convolution, the selective scan and a gate `z`. Rows of in_proj: x, z. Of x behind the
-    convolution x_proj makes, for all channels together, what dt_proj makes `dt` of, `B` and `C`; each through a norm.
-    Both compute in BF16. Tensor ranks have some of the channels, and add up what x_proj makes."""
+    convolution x_proj makes, for all channels together, what dt_proj makes `dt` of, `B` and `C`; in some models each
+    through a norm. Both compute in BF16. Tensor ranks have some of the channels, and add up what x_proj makes."""
 
     def __init__(self, name: str, model: ModelShape, mamba: Mamba, dt_rank: int, backend: Backend) -> None:
         super().__init__()
@@ -33,9 +33,11 @@ class Mamba1Mixer(nn.Module):
         self.in_proj = column_linear(backend, f"{name}.in_proj", model.hidden_size, mamba.in_proj_size, False, norm)
         self.conv1d = convolution(mamba.conv_size, mamba.conv_kernel_dim, backend, bias=True)
         self.x_proj = nn.Linear(channels, mamba.x_proj_size, bias=False, dtype=dtype, device=device)
-        self.dt_layernorm = backend.norm(dt_rank, norm)
-        self.b_layernorm = backend.norm(mamba.state_dim, norm)
-        self.c_layernorm = backend.norm(mamba.state_dim, norm)
+        self.has_norms, self.l2_epsilon = mamba.bcdt_layernorm, mamba.bcdt_l2_norm_epsilon
+        if self.has_norms:
+            self.dt_layernorm = backend.norm(dt_rank, norm)
+            self.b_layernorm = backend.norm(mamba.state_dim, norm)
+            self.c_layernorm = backend.norm(mamba.state_dim, norm)
         self.dt_proj = nn.Linear(dt_rank, channels, dtype=dtype, device=device)
         self.dt_proj.bias = nn.Parameter(initial_steps(channels, backend))
         A_log = torch.arange(1, mamba.state_dim + 1, device=device).log().to(dtype)
@@ -52,14 +54,22 @@ class Mamba1Mixer(nn.Module):
         """What in_proj gives of texts that are S tokens long, `[B, S, 2 D]`, to `[B, S, D]`."""
         x, z = torch.chunk(projected, 2, -1)
         x = F.silu(convolved(x, self.conv1d))
-        made = torch.split(self.ranks.reduce(product(F.linear, x, self.x_proj.weight)), self.parts, -1)
-        norms = (self.dt_layernorm, self.b_layernorm, self.c_layernorm)
-        normed = torch.cat([norm(each) for norm, each in zip(norms, made, strict=True)], -1)
-        dt, B, C = torch.split(self.ranks.copy(normed), self.parts, -1)
+        made = self._normed(self.ranks.reduce(product(F.linear, x, self.x_proj.weight)))
+        dt, B, C = torch.split(self.ranks.copy(made), self.parts, -1)
         dt = F.softplus(product(F.linear, dt, self.dt_proj.weight).float() + self.dt_proj.bias.float())
         A, x = -self.A_log.float().exp(), x.float()
         y = selective_scan(x, dt, A, B, C)
         return ((y + self.D.float() * x) * F.silu(z.float())).to(projected.dtype)
+
+    def _normed(self, made: Tensor) -> Tensor:
+        """What x_proj makes, `[B, S, sum(parts)]`, each part normalised, if the model has norms of them."""
+        parts = torch.split(made, self.parts, -1)
+        if self.has_norms:
+            norms = (self.dt_layernorm, self.b_layernorm, self.c_layernorm)
+            return torch.cat([norm(each) for norm, each in zip(norms, parts, strict=True)], -1)
+        if self.l2_epsilon is not None:
+            return torch.cat([F.rms_norm(each, each.shape[-1:], eps=self.l2_epsilon) for each in parts], -1)
+        return made
 
 
 def selective_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
