@@ -124,6 +124,24 @@ def factors_of(change: TensorChange, model: ModelShape) -> RowFactors | None:
     return None if found is None or found.are_ones else found
 
 
+class FirstRowBehind(RowMove):
+    """Rows of the tokens that have embeddings for each layer, and behind them, in GGUF, the first one again for each
+    other token of the vocabulary (Gemma 3n). llama.cpp's converter has zeros there."""
+
+    def to_parts(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
+        rows: Any = values
+        joined: Movable = concatenated([rows, *[rows[:1]] * (model.vocab_size - len(rows))])
+        return (joined,)
+
+    def to_hf(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
+        return parts[0][: model.per_layer_tokens]
+
+    def hf_shape(self, shapes: Sequence[Shape], model: ModelShape) -> Shape:
+        if shapes[0][:1] != (model.vocab_size,):
+            raise no_parts(shapes)
+        return (model.per_layer_tokens, *shapes[0][1:])
+
+
 @dataclass(frozen=True)
 class RotaryNeighbours(RowMove):
     """The two rows of a rotary pair are neighbours in GGUF, and in the two halves of a head in Hugging Face. `heads` is

@@ -153,7 +153,10 @@ _SAMPLING = {
 def _size_label(plan: Plan) -> str:
     """The number of parameters in a few characters, of a model with experts as `8x7B`: of these, all but the experts
     and one of them."""
-    numbers = {name: stack_and_slice(name)[1] if len(spec.shape) > 1 else None for name, spec in plan.targets.items()}
+    numbers = {
+        name: stack_and_slice(name)[1] if "_exps." in name and len(spec.shape) > 1 else None
+        for name, spec in plan.targets.items()
+    }
     experts = 1 + max((number for number in numbers.values() if number is not None), default=-1)
     parameters = sum(math.prod(plan.targets[name].shape) for name, number in numbers.items() if not number)
     scale, unit = next((each for each in _UNITS if parameters > each[0]), _UNITS[-1])

@@ -654,7 +654,7 @@ PASSED_OVER = {
     *("attention.head_count_kv", "attention.sliding_window_pattern", "attention.value_length", "context_length"),
     *("expert_shared_count", "expert_shared_feed_forward_length", "expert_used_count", "rope.dimension_sections"),
     *("n_deepstack_layers", "rope.scaling.factor", "rope.scaling.original_context_length"),
-    *("leading_dense_block_count", "moe_every_n_layers"),
+    *("leading_dense_block_count", "moe_every_n_layers", "activation_sparsity_scale"),
     *(f"ssm.{key}" for key in ("conv_kernel", "group_count", "inner_size", "state_size", "time_step_rank")),
 }
 """Keys by which llama.cpp computes nothing in some families, or not beside what other keys say."""

@@ -10,8 +10,8 @@ import pico
 import torch
 from any_models import SMALL, shrunk
 from safetensors.torch import load_file, save_file
-from training import add_tokenizer
 from torch import nn
+from training import add_tokenizer
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,

@@ -38,7 +38,8 @@ KEPT: Mapping[GgufType, BlocksInRows] = {"mxfp4": MXFP4, "nvfp4": NVFP4}
 """The types whose codes are kept."""
 
 _IN_FP32 = re.compile(
-    r"(?:.+_norm|.*\bffn_gate_inp(?:_shexp)?|position_embd|.+\.ssm_conv1d(?:_[qkv])?|.+\.shortconv\.conv|.+\.indexer\.proj)\.weight"
+    r"(?:.+_norm|.*\bffn_gate_inp(?:_shexp)?|position_embd|.+\.ssm_conv1d(?:_[qkv])?|.+\.shortconv\.conv|.+\.indexer\.proj"
+    r"|.+\.altup_(?:correct|predict)_coef)\.weight"
 )
 """Matrices that llama.cpp computes with in FP32 alone (conversion/base.py, prepare_tensors)."""
 

@@ -20,7 +20,8 @@ from precisionctl.checkpoints.gguf.writer import layer_and_name
 from precisionctl.codes.ggml_formats import named
 
 _KEPT = re.compile(
-    r"_norm\.weight|ffn_gate_inp\.weight|^position_embd\.|per_layer_model_proj|ssm_conv1d|shortconv\.conv\.weight"
+    r"_norm\.weight|ffn_gate_inp\.weight|^position_embd\.|per_layer_model_proj|altup|laurel|ssm_conv1d"
+    r"|shortconv\.conv\.weight"
 )
 """Matrices that stay what they are, by a part of their names. What llama.cpp keeps of families that are not written, is
 not here."""
