@@ -89,10 +89,10 @@ def names_as_codes(model: ModelShape) -> set[str]:
     return {model.wrapper.name_of(name) for name in names} if model.wrapper else names
 
 
-def mlx_has(job: Job) -> bool:
-    """Whether mlx-lm has what a job of a text model writes: no class of it has layers of multi-token prediction, or
-    keeps tensors that no token is computed with."""
-    return not (job.row.of_prediction or job.row.unused)
+def mlx_has(job: Job, model: ModelShape) -> bool:
+    """Whether mlx-lm has what a job of a text model writes: no class of it has layers of multi-token prediction, and
+    none but Gemma 3n's keeps tensors that no token is computed with."""
+    return not (job.row.of_prediction or (job.row.unused and model.architecture != "gemma3n_text"))
 
 
 def in_mlx(plan: Plan, scheme: MlxScheme, dtype: DType, codes: Collection[str]) -> Plan:
@@ -120,7 +120,7 @@ def in_mlx(plan: Plan, scheme: MlxScheme, dtype: DType, codes: Collection[str]) 
             writes.append(made)
         return change, writes
 
-    jobs = tuple(jobs_in_format(filter(mlx_has, plan.jobs), made_of))
+    jobs = tuple(jobs_in_format((job for job in plan.jobs if mlx_has(job, model)), made_of))
     quantization = _quantization(targets, MXFP4 if kept else usual, model.architecture)
     return replace(plan, jobs=jobs, targets=targets, quantization=quantization)
 

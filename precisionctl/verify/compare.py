@@ -4,6 +4,7 @@ vocabulary is no difference."""
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ def _side(reader: Reader, other: Reader) -> _Side:
     as_codes = names_as_codes(reader.model) if of_mlx or others_of_mlx else ()
     plan = make_plan(reader, "hf", naming=naming, named_as_codes=as_codes)
     if others_of_mlx:
-        plan = plan.of_jobs(mlx_has)
+        plan = plan.of_jobs(partial(mlx_has, model=plan.model))
     tensors = HfTensors(reader, plan.text_alone if without_towers else plan)
     return _Side(reader, plan, tensors, weight_encodings(reader))
 

@@ -431,6 +431,7 @@ FOUR_LAYERS = {"num_hidden_layers": 4}
 WRAPPERS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), FOUR_LAYERS),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "gemma4", "gemma4_unified"), {}),
+    "gemma3n": {"num_kv_shared_layers": 0},
     **dict.fromkeys(("mistral3", "llava", "llama4", "kimi_k25", "muse_glimmer", "minimax_m3_vl"), {}),
 }
 
@@ -450,7 +451,7 @@ def test_the_text_model_of_a_wrapper_is_written_as_mlx_lm_has_it_and_is_read_alo
     notes = plan_command(Request.export(tmp_path / "hf", tmp_path / "mlx", MLX)).notes
     assert any(re.search(r"Its towers, \d+ tensors, are not written", note) for note in notes)
     found = export(tmp_path / "hf", tmp_path / "mlx")
-    before = "" if kind == "muse_glimmer" else "language_model."
+    before = "" if kind in ("gemma3n", "muse_glimmer") else "language_model."
     assert found.keys() == {f"{before}{name}" for name in expected}
     for name, tensor in expected.items():
         assert torch.equal(found[f"{before}{name}"], tensor.bfloat16()), name

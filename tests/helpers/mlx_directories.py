@@ -97,6 +97,7 @@ OTHERS = {
     "bailing_moe": {".mlp.gate.weight": ".mlp.gate.gate_proj.weight"},
     "gpt_neox": {"gpt_neox.layers.": "model.h.", "gpt_neox.": "model.", "embed_out.": "model.embed_out."},
     "gptj": {"transformer.": "model."},
+    "gemma3n_text": {"model.": "model.language_model."},
     "step3p5": {
         ".moe.gate.": ".mlp.gate.gate.",
         ".moe.router": ".mlp.gate.router",

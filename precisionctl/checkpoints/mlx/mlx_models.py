@@ -40,7 +40,7 @@ def check_loaded(model: ModelShape) -> None:
     )
 
 
-_ALWAYS_TIED = ("cohere", "cohere2", "gemma", "gemma2", "lfm2", "lfm2_moe")
+_ALWAYS_TIED = ("cohere", "cohere2", "gemma", "gemma2", "gemma3n_text", "lfm2", "lfm2_moe")
 _NEVER_TIED = (
     "deepseek",
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss"),
@@ -61,7 +61,8 @@ _WITHOUT_WINDOWS = (
     *("qwen3_moe", "starcoder2"),
 )
 _SCALINGS = {
-    **dict.fromkeys(("cohere", "cohere2", "ernie4_5", "gemma2", "glm4", "glm4_moe", "helium", "lfm2_moe"), ()),
+    **dict.fromkeys(("cohere", "cohere2", "ernie4_5", "gemma2", "gemma3n_text", "glm4", "glm4_moe"), ()),
+    **dict.fromkeys(("helium", "lfm2_moe"), ()),
     **dict.fromkeys(
         ("gpt_neox", "minimax_m2", "mixtral", "muse_glimmer_text", "qwen3_moe", "solar_open", "stablelm"), ()
     ),
@@ -110,8 +111,11 @@ def _why_not_loaded(model: ModelShape) -> str | None:
         "scores or logits without a cap": name == "gemma2"
         and not (model.attn_logit_softcapping and model.final_logit_softcapping),
         "a cap of logits": name == "gemma3_text" and model.final_logit_softcapping is not None,
-        "windows in all layers": name == "smollm3" and all(windows),
-        "windows in no layer": name in ("gpt_oss", "olmo3") and not any(windows),
+        "windows in all layers": name in ("gemma3n_text", "smollm3") and all(windows),
+        "windows in no layer": name in ("gemma3n_text", "gpt_oss", "olmo3") and not any(windows),
+        "layers without keys and values of their own": name == "gemma3n_text"
+        and model.num_kv_shared_layers > 0
+        and not model.stores_unused,
         "a window, and no layer that has it": name in ("exaone4", "exaone_moe")
         and not any(windows)
         and model.rope_layers is not None,

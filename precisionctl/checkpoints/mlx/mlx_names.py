@@ -124,6 +124,7 @@ _OF_GPT_NEOX = _renamings(
     ("model.{0}", "gpt_neox.{0}", _ANY),
 )
 _OF_GPT_J = _renamings(("model.{0}", "transformer.{0}", _ANY))
+_OF_GEMMA3N = _renamings(("model.language_model.{0}", "model.{0}", _ANY))
 _OF_BAILING_MOE = _renamings(("{0}.gate_proj.{1}", "{0}.{1}", r".+\.mlp\.gate", "weight|scales|biases"))
 _OF_KIMI_LINEAR = _renamings(
     ("{0}.mlp.switch_mlp.gate_proj.{1}", "{0}.block_sparse_moe.experts.{n}.w1.{1}", _LAYER, _ANY),
@@ -148,6 +149,7 @@ RENAMED: Mapping[str, tuple[_Renaming, ...]] = {
     **dict.fromkeys("afmoe dots1 llama4_text".split(), _EXPERTS_THEMSELVES),
     **dict.fromkeys("deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_k2 mistral4".split(), _LATENT),
     "bailing_moe": _OF_BAILING_MOE,
+    "gemma3n_text": _OF_GEMMA3N,
     "gemma4_text": _OF_GEMMA4,
     "gpt_neox": _OF_GPT_NEOX,
     "gptj": _OF_GPT_J,
@@ -166,6 +168,7 @@ RENAMED: Mapping[str, tuple[_Renaming, ...]] = {
 
 WRAPPED: Mapping[str, tuple[str, ...]] = {
     "gemma3": ("gemma3_text",),
+    "gemma3n": ("gemma3n_text",),
     **dict.fromkeys(("gemma4", "gemma4_unified"), ("gemma4_text",)),
     "kimi_k25": ("deepseek_v3", "kimi_k2"),
     "llama4": ("llama4_text",),
@@ -182,6 +185,7 @@ WRAPPED: Mapping[str, tuple[str, ...]] = {
 """The wrappers whose text models mlx-lm computes, without towers, and the families of these that its class has."""
 
 ALONE_IN_WRAPPER = {
+    "gemma3n_text": "gemma3n",
     "minimax_m3_vl_text": "minimax_m3_vl",
     "muse_glimmer_text": "muse_glimmer",
     "llama4_text": "llama4",
@@ -197,7 +201,7 @@ _WITHIN = "language_model."
 def within(model: ModelShape) -> str:
     """What mlx-lm has before the names of the model, if it is the text model of a wrapper there."""
     wrapper = model.wrapper.model_type if model.wrapper else ALONE_IN_WRAPPER.get(model.architecture)
-    return "" if wrapper in (None, "muse_glimmer") else _WITHIN
+    return "" if wrapper in (None, "gemma3n", "muse_glimmer") else _WITHIN
 
 
 def is_known(model: ModelShape) -> bool:
