@@ -1176,6 +1176,7 @@ def block_kinds(family: str) -> set[Any]:
     made |= {("Mamba-1 mixers", model.mamba is not None and model.mamba.dt_rank is not None)}
     made |= {("layers of several sizes", model.heterogeneous is not None)}
     made |= {("attention residuals", model.attn_res_block_size is not None)}
+    made |= {("alternating updates", model.altup is not None)}
     made |= {("decays of channels", model.gdn is not None and model.gdn.kda)}
     made |= {("short convolutions", model.short_conv is not None), ("mixers beside attention", model.parallel_mixers)}
     return made | {("gated delta nets", model.gdn is not None), ("Mamba-2 mixers", model.mamba is not None)}

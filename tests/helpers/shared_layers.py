@@ -59,7 +59,7 @@ SIZES = {
 EVEN = [
     family
     for family in pico.FAMILIES
-    if pico.shape(family).num_query_groups % 2 == 0 and family not in ("qwen4", "muse-spark")
+    if pico.shape(family).num_query_groups % 2 == 0 and family not in ("gemma3n", "qwen4", "muse-spark")
 ]
 """The families that two tensor ranks can share."""
 SHARING = {

@@ -55,6 +55,7 @@ def pass_bytes(
     last = (
         (kept.norm * (1 + model.embedding_layernorm) + 2 + 4 * model.embedding_norm) * model.hidden_size
         + (_read_streams(model) if model.mhc else 0)
+        + _projected_streams(model)
     ) * tokens
     if recipe.train.recompute == "layer":
         inputs = 2 * model.streams_size * tokens * model.num_layers
@@ -142,6 +143,14 @@ def _layer(model: ModelShape, layer: int, kept: BytesKept, length: int) -> float
     if model.per_layer_embed_dim:
         made += ((2 + kept.norm) * model.hidden_size + (8 + kept.norm) * model.per_layer_embed_dim) / kept.tokens
     read = kept.input * model.hidden_size
+    if model.laurel_rank:  # in FP8 attention keeps codes of what the first projection reads
+        made += ((kept.norm + 2 * bool(kept.codes)) * model.hidden_size + 2 * model.laurel_rank) / kept.tokens
+    if model.altup:
+        # What two norms read and give, what is otherwise than predicted, and the streams before and behind the layer;
+        # numbers of a token, in FP32 too, and coefficients
+        number = model.altup.num_inputs
+        made += (2 * (kept.norm + 2) + 2 + 2 * 2 * number) * model.hidden_size / kept.tokens
+        made += (2 * (4 + 2) * number + 2 * number + 2 * model.altup.mixing_size) / kept.tokens
     if model.mhc:
         # For each block what it reads and gives, and the matrix after each half of an iteration, with its sums
         number = model.mhc.num_residual_streams
@@ -298,6 +307,13 @@ def _read_streams(model: ModelShape) -> float:
     return (2 + 4 + 4) * model.streams_size
 
 
+def _projected_streams(model: ModelShape) -> float:
+    """Bytes that the projections before and behind layers save for each token: of each stream but the first what it
+    becomes, before and after it has the magnitude of the first; and the streams behind the last layer."""
+    others = model.altup.num_inputs - 1 if model.altup else 0
+    return (2 * others * (2 + 2) + 2 * (others + 1)) * model.hidden_size if others else 0
+
+
 def _compressed_attention(model: ModelShape, csa: CSA, layer: int, kept: BytesKept, length: int) -> float:
     """Bytes that attention to a window and to compressed keys saves for each token."""
     heads, out, rows = model.num_attention_heads, model.projection_size, compressed_rows(model, layer)
@@ -325,6 +341,7 @@ def _inner(model: ModelShape, layer: int, kept: BytesKept) -> float:
     """Bytes that the MLP of a layer keeps for the backward for each token, its input included."""
     hidden, moe, channel = model.hidden_size, model.moe, _channel(model, kept, layer)
     if moe is None or not model.has_experts(layer):
+        channel += 2 * (model.sparsity(layer) > 0)  # what is left of a gate
         return kept.input * hidden + channel * model.ffn_size(layer)
     router = 4 * hidden + 16 * moe.num_experts
     if moe.sparsemixer_eps:  # a softmax and what it leaves out, for each expert chosen

@@ -32,7 +32,7 @@ class Parameters:
                 count += indexer(model)
             if model.stores_unused and model.shares_kv(layer):
                 count += model.hidden_size * model.of_layer(layer).key_value_size
-            count += per_layer_input(model) + connections(model) + _tables(model, layer)
+            count += per_layer_input(model) + connections(model) + low_rank(model) + _tables(model, layer)
             count += norm_gates(model, layer) + ngram_projections(model, layer)
             if moe and model.has_experts(layer):
                 count += beside_experts(moe, model) + moe.num_experts * model.hidden_size
@@ -80,7 +80,9 @@ def _tables(model: ModelShape, layer: int) -> int:
 
 
 def _head(model: ModelShape) -> int:
-    """Weights by which one of the residual streams is made."""
+    """Weights by which one of the residual streams is made, and, of alternating updates, these of one."""
+    if model.altup:
+        return 2 * (model.altup.num_inputs - 1) * model.hidden_size**2
     if model.mhc is None or model.mhc.mean_head:
         return 0
     return model.streams_size * (2 * model.mhc.lowrank if model.mhc.lowrank else model.mhc.num_residual_streams)
@@ -100,7 +102,8 @@ def weights_used(model: ModelShape) -> int:
     experts that it is not routed to, nor those of routers and of most indexers."""
     parts = (projections, mlp_used, norm_gates, ngram_projections)
     layers = sum(part(model, layer) for layer in range(model.num_layers) for part in parts)
-    layers += model.num_layers * per_layer_input(model)
+    layers += model.num_layers * (per_layer_input(model) + low_rank(model))
+    layers += _head(model) if model.altup else 0
     return layers + model.hidden_size * (model.padded_vocab_size + model.per_layer_embed_size)
 
 
@@ -156,8 +159,10 @@ def compressed_rows(model: ModelShape, layer: int) -> int:
 
 
 def connections(model: ModelShape) -> int:
-    """The number of weights that join a layer's two blocks to the residual streams."""
+    """The number of weights that join a layer's two blocks to the residual streams, or predict and correct these."""
     mhc = model.mhc
+    if model.altup:
+        return model.altup.num_inputs * (model.hidden_size + model.altup.num_inputs + model.altup.mixing_size)
     if mhc is None:
         return 0
     of_block = 2 * mhc.lowrank + mhc.num_residual_streams if mhc.lowrank else mhc.mapping_size
@@ -174,6 +179,11 @@ def ngram_projections(model: ModelShape, layer: int) -> int:
 def per_layer_input(model: ModelShape) -> int:
     """The number of weights in a layer's gate of a token's embedding for it, and in the projection back."""
     return 2 * model.hidden_size * (model.per_layer_embed_dim or 0)
+
+
+def low_rank(model: ModelShape) -> int:
+    """The number of weights in a layer's low-rank residual."""
+    return 2 * model.hidden_size * (model.laurel_rank or 0)
 
 
 def norm_gates(model: ModelShape, layer: int) -> int:

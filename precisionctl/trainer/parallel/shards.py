@@ -213,6 +213,9 @@ def check(model: ModelShape, sizes: ParallelSettings) -> None:
     if moe and moe.expert_norms and sizes.tensor > 1:
         what = "a norm of what each expert gives cannot be computed of a part of it, as tensor-parallel ranks have it"
         raise RecipeError(what, do="Leave parallel.tensor out.")
+    if any(model.activation_sparsity or ()) and sizes.tensor > 1:
+        what = "the largest channels of a gate cannot be found in a part of it, as tensor-parallel ranks have it"
+        raise RecipeError(what, do="Leave parallel.tensor out.")
     check_divisions(model, sizes)
     for each in model.attentions if not model.mla else ():
         _check_division("query groups", each.num_query_groups, sizes)

@@ -154,6 +154,7 @@ def kept_and_saved(model: ModelShape, made: Recipe, length: int, kernels: bool =
     expected = sum(activations._layer(model, layer, kept, length) * tokens + weights[layer] for layer in layers)
     last = tokens * ((kept.norm + 2) * model.hidden_size + 2 * model.padded_vocab_size)
     last += tokens * activations._read_streams(model) if model.mhc else 0
+    last += tokens * activations._projected_streams(model)
     return (expected + last) / saved(model, made, length)
 
 
@@ -279,6 +280,7 @@ def test_parameters_are_those_of_the_model_but_for_norms_biases_and_convolutions
         "qwen3-moe",
         "deepseek-v2",
         "deepseek-v3",
+        "gemma3n",
         "gemma4-small",
         "nemotron-h",
         "jamba",
