@@ -263,6 +263,10 @@ ENGINE = Engine(
             "of this model it loads values, and of codes ModelOpt's NVFP4 alone",
             "vLLM 0.33 models/muse_spark/nvidia/model.py supported_quantization_configs",
         ),
+        **dict.fromkeys(
+            ("falcon_mamba", "mamba"),
+            EngineRule("it makes all linears of mixers without quantization", "vLLM 0.32 layers/mamba/mamba_mixer.py"),
+        ),
     },
     demands={
         without_scale_of_inputs(fuses=True): EngineRule(

@@ -69,7 +69,7 @@ def test_encode_makes_another_plan_and_the_same_one_each_time(tmp_path: Path, po
 
 OTHER_FORMS = {"gemma4-moe", "mistral4", "minimax-m3", "llama4", "hy4", "lara-mini", "step3p5"}
 """Families whose experts, or other weights, engines read under names that transformers does not: it lacks them."""
-UNREAD = {"gpt2", "deepseek-v4", "minicpm3"}
+UNREAD = {"gpt2", "deepseek-v4", "minicpm3", "mamba", "falcon-mamba"}
 """Families that vLLM does not read in this scheme; MiniCPM3 at these sizes, of which a linear that no list reaches
 stays values."""
 LOADED_BY_HAND = ("lfm3", "hy-v3", "gpt-neo")

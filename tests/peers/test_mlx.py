@@ -80,6 +80,7 @@ WRITTEN = FAMILIES | {
     "deepseek": SIZES | {"moe_intermediate_size": 64, "routed_scaling_factor": 1.0},
     "deepseek-v3": FAMILIES["deepseek-v3"] | {"qk_nope_head_dim": 64},
     "granite-moe": SIZES,
+    "falcon-mamba": {"hidden_size": 128, "intermediate_size": 256},
     "step3p5": STEP,
 }
 

@@ -63,6 +63,9 @@ WHOLE: dict[str, Any] = {
 }
 
 
+ALONE = ("mamba", "falcon-mamba")
+"""Families of which it takes no codes."""
+
 WITHOUT_NAMES = {"minicpm3": "q_a_proj", "deepseek": "o_proj"}
 """Families of which vLLM makes linears without a name, and one of these."""
 
@@ -85,6 +88,9 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             made[f"{family} without {part}"] = root / f"{family}-without"
             exclude = (f"*.{part}",)
             any_models.export(root / family, root / f"{family}-without", target="sglang", exclude=exclude)
+        for family in ALONE:
+            made[family] = root / family
+            pico.save(made[family], family, dtype=torch.bfloat16)
         made["axk1"] = root / "axk1"
         pico.save(made["axk1"], "axk1", dtype=torch.bfloat16)
         tiny_wrappers.save(root / "spark", "muse_spark", dtype=torch.bfloat16)
@@ -102,6 +108,11 @@ def test_vllm_holds_every_tensor_of_an_export(exports: dict[str, Path], kind: st
     stored = any_models.stored(exports[kind])
     assert sum(tensor.dtype == torch.float8_e4m3fn for tensor in stored.values()) > 0
     assert left_out_of(exports[kind], stored) == []
+
+
+@pytest.mark.parametrize("family", ALONE)
+def test_vllm_holds_every_tensor_of_a_model_that_has_no_codes(exports: dict[str, Path], family: str) -> None:
+    assert left_out_of(exports[family], any_models.stored(exports[family])) == []
 
 
 @pytest.mark.parametrize("family", WITHOUT_NAMES)

@@ -81,7 +81,7 @@ def no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface, "read_model", untabled)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("falcon_mamba", "mamba")])
 def test_every_kind_goes_to_fp8_and_back(tmp_path: Path, kind: str) -> None:
     any_models.save(tmp_path / "source", kind)
     for scheme in ("dynamic", "block", "mxfp8"):
@@ -127,11 +127,11 @@ MORE_BY_TABLE = (
 
 
 @pytest.mark.parametrize("scheme", ["dynamic", "mxfp8"])
-@pytest.mark.parametrize("family", sorted(pico.FAMILIES.keys() - {"gpt2", "deepseek-v4"}))
+@pytest.mark.parametrize("family", sorted(pico.FAMILIES.keys() - {"gpt2", "deepseek-v4", "falcon-mamba", "mamba"}))
 def test_every_family_has_the_same_bytes_by_its_own_table(
     tmp_path: Path, family: str, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But GPT-2, whose matrices are stored as [in, out]: a table knows that, and has them in FP8 under `static`; and
-    DeepSeek-V4, which its table knows that vLLM takes in blocks alone."""
+    DeepSeek-V4, which its table knows that vLLM takes in blocks alone; vLLM takes no codes of Mamba."""
     pico.save(tmp_path / "source", family, dtype=torch.bfloat16)
     assert_as_tabled(tmp_path, scheme, monkeypatch, knows_more=family in MORE_BY_TABLE)

@@ -3,7 +3,7 @@ of a Mamba-1 mixer, which Megatron-Core does not have, and whose parameters have
 
 from dataclasses import replace
 
-from precisionctl.architectures.param_map import Row, only_in, renamed, when
+from precisionctl.architectures.param_map import Row, as_values, only_in, renamed, when
 from precisionctl.architectures.rearrangements import GAMMA
 from precisionctl.architectures.shared import llama_rows as llama
 from precisionctl.param import COLUMNS, GATED_ROWS, MIXER_CONV_PARTS, MIXER_PARTS, ROWS, Parallel
@@ -55,7 +55,7 @@ _OUT_PROJ, _NORMED = MIXER[-1], when("mamba.bcdt_layernorm")
 MAMBA_1_MIXER = only_in(
     "mamba",
     (
-        replace(_IN_PROJ, parallel=GATED_ROWS, parts=None, values=_IN_PROJ.hf),
+        replace(_IN_PROJ, parallel=GATED_ROWS, parts=None),
         *(replace(row, parallel=ROWS, parts=None) for row in _CONVOLUTION),
         Row(
             f"{_HF}x_proj.weight",
@@ -87,11 +87,10 @@ MAMBA_1_MIXER = only_in(
                 ("D", ("mamba.inner_size",)),
             )
         ),
-        replace(_OUT_PROJ, values=_OUT_PROJ.hf),
+        _OUT_PROJ,
     ),
 )
-"""With norms of what x_proj makes, if these have weights. Exports leave in_proj and out_proj as they are, because
-vLLM's layer takes no codes for them (model_executor/layers/mamba/mamba_mixer.py)."""
+"""With norms of what x_proj makes, if these have weights."""
 
 BEFORE_MIXER = renamed(only_in("mamba", llama.ATTENTION_NORM), {}, {"self_attention.linear_qkv": "mixer.in_proj"})
 """The norm of what a mixer reads."""
@@ -102,7 +101,9 @@ FINAL_NORM = renamed(llama.FINAL_NORM, {}, {"final_layernorm": "final_norm"})
 _OR_ATTENTION = only_in("attention", (*llama.ATTENTION_NORM, *llama.QKV_LINEAR, *llama.PROJ))
 MIXER_OR_ATTENTION = (*BEFORE_MIXER, *MIXER, *_OR_ATTENTION)
 """Of a layer that is one of the two, with the norm before it."""
-MAMBA_1_OR_ATTENTION = (*BEFORE_MIXER, *MAMBA_1_MIXER, *_OR_ATTENTION)
+MAMBA_1_OR_ATTENTION = (*BEFORE_MIXER, *as_values(MAMBA_1_MIXER), *_OR_ATTENTION)
+"""Exports leave a mixer's linears as they are, because vLLM's layer takes no codes for them
+(model_executor/layers/mamba/mamba_mixer.py)."""
 
 
 def mixers_alone(mixer: tuple[Row, ...]) -> tuple[Row, ...]:

@@ -43,7 +43,7 @@ _MODULES = (
     *("post_norm1", "post_norm2"),
     *("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"),
     *("block_sparse_moe",),
-    *("dt_bias", "A_log", "D", "conv1d", "in_proj", "in_proj_qkvz", "in_proj_ba", "sinks"),
+    *("dt_bias", "A_log", "D", "conv1d", "in_proj", "x_proj", "dt_proj", "in_proj_qkvz", "in_proj_ba", "sinks"),
     *("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "k_proj", "v_proj", "kv_a_proj_with_mqa", "kv_a_layernorm"),
     *("kv_b_proj", "o_proj", "qkv_proj", "wq_b", "wk", "q_norm", "k_norm", "query_layernorm", "key_layernorm"),
     *("g_proj", "indexer", "c_attn", "router", "scale", "per_expert_scale", "proj", "gate", "experts"),
