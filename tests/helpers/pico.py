@@ -1067,6 +1067,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "state_size": 8,
         "time_step_floor": 0.5,  # as Nemotron-H's
     },
+    "jamba": {
+        "model_type": "jamba",
+        "num_hidden_layers": 3,
+        "attn_layer_period": 3,
+        "attn_layer_offset": 1,
+        "num_experts": 4,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 8,
+    },
     "mamba": {
         "model_type": "mamba",
         "intermediate_size": 128,
@@ -1079,15 +1088,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "state_size": 8,
         "mixer_rms_eps": 0.01,
         "tie_word_embeddings": False,
-    },
-    "jamba": {
-        "model_type": "jamba",
-        "num_hidden_layers": 3,
-        "attn_layer_period": 3,
-        "attn_layer_offset": 1,
-        "num_experts": 4,
-        "mamba_d_state": 8,
-        "mamba_dt_rank": 8,
     },
     "nemotron-nas": {
         "model_type": "nemotron-nas",
