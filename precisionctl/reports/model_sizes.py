@@ -17,16 +17,19 @@ def size_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     sizes = model["heterogeneous"]
     if sizes:
         wide = f" at most{_in_layers(list(map(bool, sizes['ffn_hidden_size'])))}"
-    mlp = f"MLP {model['ffn_hidden_size']}{wide}"
+    mlp = f", MLP {model['ffn_hidden_size']}{wide}"
+    if model["mamba"] and not {*"-P"} & {*model["mamba"]["pattern"]}:
+        mlp = ""
     experts = []
     if moe := model["moe"]:
         shared = f", and shared ones of {moe['shared_ffn_hidden_size']}" if moe["shared_ffn_hidden_size"] else ""
         each = f"{moe['topk']} of {moe['num_experts']} for a token, MLP {moe['ffn_hidden_size']}"
         experts.append(("experts", f"{each}{shared}, in {counted(sum(moe['layer_freq']), 'layer')}"))
     ahead = f"; {model['mtp_num_layers']} more of multi-token prediction" if model["mtp_num_layers"] else ""
+    attending = _attending(model)
     return [
-        ("layers", f"{model['num_layers']} of hidden size {model['hidden_size']}, {mlp}{beside}{ahead}"),
-        ("attention", _attention(model) + _in_layers(_attending(model))),
+        ("layers", f"{model['num_layers']} of hidden size {model['hidden_size']}{mlp}{beside}{ahead}"),
+        *([("attention", _attention(model) + _in_layers(attending))] if any(attending) else []),
         *_recurrent_rows(model),
         *experts,
         ("vocabulary", f"{model['vocab_size']}" + (f" and {counted(padding, 'row')} of padding" if padding else "")),

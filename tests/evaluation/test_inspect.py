@@ -183,6 +183,13 @@ def test_what_stands_in_the_place_of_attention_or_beside_it_is_told(
     assert summary[name] == words
 
 
+def test_heads_and_an_mlp_that_no_layer_has_are_not_told(tmp_path: Path) -> None:
+    pico.save(tmp_path, "falcon-mamba")
+    summary = dict(tables(describe(open_checkpoint(tmp_path)))[0].rows)
+    assert "attention" not in summary and summary["layers"] == "2 of hidden size 64"
+    assert summary["Mamba-1 mixers"] == "96 channels, states of 8"
+
+
 @pytest.mark.parametrize(
     ("spelling", "words"),
     [
