@@ -6,10 +6,8 @@ not imported, as that starts ray; its modules are.
 """
 
 import argparse
-import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 from unittest.mock import MagicMock
 
 import torch
@@ -19,16 +17,11 @@ from mcore_optimizer import hold_optimizer, updated
 from mcore_peer import build, fill, hold, without_cuda
 from megatron.core import parallel_state
 from omegaconf import OmegaConf
+from without_init import without_init
 
 OUT, TENSOR, PIPELINE, WAY = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 
-spec = importlib.util.find_spec("verl")
-assert spec and spec.origin
-root = Path(spec.origin).parent
-for name in ("verl", "verl.utils", "verl.utils.checkpoint", "verl.utils.megatron"):
-    module = ModuleType(name)
-    module.__path__ = [str(root.joinpath(*name.split(".")[1:]))]
-    sys.modules[name] = module
+without_init("verl", "verl.utils", "verl.utils.checkpoint", "verl.utils.megatron")
 for name in ("verl.utils.model", "verl.workers", "verl.workers.config"):  # of other parts, which import ray and more
     sys.modules[name] = MagicMock()
 

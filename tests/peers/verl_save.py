@@ -4,12 +4,10 @@ OUT/KIND/global_step_2/actor is what it saves after two updates, OUT/KIND/live.p
 package itself is not imported, as that starts ray; its modules are.
 """
 
-import importlib.util
 import json
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,22 +16,13 @@ import transformers
 from omegaconf import OmegaConf
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from without_init import without_init
 
 OUT, KIND = Path(sys.argv[1]) / sys.argv[2], sys.argv[2]
 
-spec = importlib.util.find_spec("verl")
-assert spec and spec.origin
-for name in (
-    "verl",
-    "verl.utils",
-    "verl.utils.checkpoint",
-    "verl.workers",
-    "verl.workers.engine",
-    "verl.workers.engine.fsdp",
-):
-    module = ModuleType(name)
-    module.__path__ = [str(Path(spec.origin).parent.joinpath(*name.split(".")[1:]))]
-    sys.modules[name] = module
+without_init(
+    "verl", "verl.utils", "verl.utils.checkpoint", "verl.workers", "verl.workers.engine", "verl.workers.engine.fsdp"
+)
 
 from verl.utils import fsdp_utils  # type: ignore[import-not-found]  # noqa: E402
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager  # type: ignore[import-not-found]  # noqa: E402
