@@ -265,6 +265,27 @@ def test_ms_swift_has_no_model_in_its_arguments_and_a_config_beside_its_iteratio
         open_checkpoint(tmp_path / "v0")
 
 
+def test_ms_swifts_megatron_fsdp_has_no_model_in_its_arguments_either(tmp_path: Path, run: tuple[Any, Any]) -> None:
+    """Of 4.6.0 (megatron_fsdp_checkpoint.py): a DCP, whose names megatron-core 0.16.1 gives."""
+    made, live, _ = iteration(tmp_path, run)
+    step = tmp_path / "v0" / "checkpoint-7"
+    of_training = argparse.Namespace(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, lr=1e-4)
+    state: dict[str, Any] = {"args": of_training, "checkpoint_version": 3.0, "iteration": 7}
+    for name in TorchDistReader(made).specs:
+        parts = live[name].chunk(2) if "fc1.weight" in name else [live[name]]
+        for end, part in zip(("_w", "_v") if len(parts) == 2 else ("",), parts, strict=True):
+            state[f"model.module.{name}{end}"] = part.contiguous()
+    save(step / "iter_0000007", state)
+    (step / "latest_checkpointed_iteration.txt").write_text("7")
+    pico.save(tmp_path / "hf", "llama-3")
+    hints = Hints(companions=read_companions(tmp_path / "hf"), reference=tmp_path / "hf")
+    with pytest.raises(DamagedCheckpoint, match="--reference and --trust-reference"):
+        assert open_checkpoint(step, None, hints).model
+    reader: Any = open_checkpoint(step, None, replace(hints, trust_reference=True))
+    assert (reader.container, reader.model.architecture, reader.iteration) == ("fsdp_dtensor", "llama", 7)
+    assert [name for name in reader.specs if not torch.equal(read_tensor(reader, name), live[name])] == []
+
+
 def test_nemo_rls_megatron_has_its_step_above_iterations_that_are_all_0(tmp_path: Path, run: tuple[Any, Any]) -> None:
     made, live, common = iteration(tmp_path, run)
     inside = tmp_path / "run" / "step_7" / "policy" / "weights"

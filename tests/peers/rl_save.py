@@ -2,12 +2,15 @@
 
 Two updates, a save under OUT/run, and three more updates; or from CHECKPOINT on, which the trainer's own loader takes.
 OUT/live.pt is what the run held at the save, whole, and OUT/losses-RANK.json the losses of the last three updates.
+Of trainers that are in no package NEMO_RL, PRIME_RL and MILES name clones.
 """
 
+import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -96,7 +99,76 @@ class LLaMAFactory:
         self.fsdp2.load_checkpoint(model, optimizer, checkpoint)
 
 
-TRAINERS = {"skyrl": SkyRL, "areal": AReaL, "llamafactory": LLaMAFactory}
+class NeMoRL:
+    prepare = staticmethod(sharded)
+
+    def __init__(self) -> None:
+        self.module = of_clone("NEMO_RL", "nemo_rl/utils/native_checkpoint.py")
+
+    def save(self, model: Any, optimizer: Any, schedule: Any) -> None:
+        weights, state = (str(RUN / "step_2" / "policy" / name) for name in ("weights", "optimizer"))
+        self.module.save_checkpoint(model, weights, optimizer, schedule, state)
+
+    def load(self, model: Any, optimizer: Any, schedule: Any, checkpoint: str) -> None:
+        self.module.load_checkpoint(model, f"{checkpoint}/weights", optimizer, None, f"{checkpoint}/optimizer")
+
+
+class PrimeRL:
+    prepare = staticmethod(sharded)
+
+    def __init__(self) -> None:
+        for name in ("configs", "configs.shared", "configs.trainer", "trainer", "trainer.optim", "trainer.world"):
+            sys.modules[f"prime_rl.{name}"] = MagicMock(OffloadOptimizer=type("OffloadOptimizer", (), {}))
+        for name in ("prime_rl", "prime_rl.utils", "prime_rl.utils.logger", "prime_rl.utils.utils"):
+            sys.modules[name] = MagicMock()
+        self.module = of_clone("PRIME_RL", "src/prime_rl/trainer/ckpt.py")
+
+    def save(self, model: Any, optimizer: Any, schedule: Any) -> None:
+        state = self.module.AppState(model, [optimizer], schedule, self.module.Progress(2))
+        dcp.save({"app": state}, checkpoint_id=RUN / "checkpoints" / "step_2" / "trainer")
+
+
+class Miles:
+    prepare = staticmethod(sharded)
+
+    def __init__(self) -> None:
+        torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+        torch.cuda.get_rng_state_all = list  # type: ignore[assignment]
+        self.module = of_clone("MILES", "miles/backends/fsdp_utils/checkpoint.py")
+
+    def save(self, model: Any, optimizer: Any, schedule: Any) -> None:
+        args = SimpleNamespace(save=str(RUN))
+        self.module.save(
+            SimpleNamespace(
+                args=args, model=model, optimizer=optimizer, lr_scheduler=schedule, global_step=2, micro_step=0
+            ),
+            1,
+        )
+
+    def load(self, model: Any, optimizer: Any, schedule: Any, checkpoint: str) -> None:
+        found = self.module.load(
+            SimpleNamespace(args=SimpleNamespace(load=checkpoint), model=model, optimizer=optimizer)
+        )
+        assert found["iteration"] == 2
+
+
+def of_clone(variable: str, path: str) -> Any:
+    """A module in the clone that an environment variable names."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, Path(os.environ[variable]) / path)
+    assert spec and spec.loader
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+TRAINERS = {
+    "skyrl": SkyRL,
+    "areal": AReaL,
+    "llamafactory": LLaMAFactory,
+    "nemo-rl": NeMoRL,
+    "prime-rl": PrimeRL,
+    "miles": Miles,
+}
 
 
 def main() -> None:
