@@ -261,6 +261,10 @@ def test_ms_swift_has_no_model_in_its_arguments_and_a_config_beside_its_iteratio
         assert open_checkpoint(step, None, hints).model
     for path in (step / "iter_0000007", step):
         assert assert_holds(path, live, replace(hints, trust_reference=True)).iteration == 7
+    # Megatron's defaults are biases, which this family has none of
+    how = {"reference": tmp_path / "hf", "trust_reference": True}
+    conversions.run(step, tmp_path / "back", "hf", container="dcp", **how)
+    assert conversions.tensors(tmp_path / "back").keys() == conversions.tensors(tmp_path / "hf").keys()
     with pytest.raises(UnknownFormat, match="Give one of them, the newest for instance: .*/checkpoint-7"):
         open_checkpoint(tmp_path / "v0")
 
