@@ -104,7 +104,7 @@ def test_the_memo_takes_as_much_memory_as_it_holds() -> None:
         (b"\x80\x02NQ.", "outside itself"),
         (b"\x80\x02I5\n.", "the opcode 0x49"),
         (b"\x80\x02]]N\x85\x81.", "as a class"),
-        (b"\x80\x04" + b"\x8f" * 99 + b".", "over and over"),
+        (b"\x80\x02" + b"(" * 10_001 + b".", "10000 deep"),
         (pickle.dumps({"x" * 20_000: 1}), "as a key"),
         (pickle.dumps({b"x" * 20_000: 1}), "as a key"),
         (pickle.dumps({("x" * 20_000,): 1}), "as a key"),
@@ -114,6 +114,51 @@ def test_the_memo_takes_as_much_memory_as_it_holds() -> None:
 def test_damage_is_named(pickled: bytes, said: str) -> None:
     with pytest.raises(DamagedCheckpoint, match=said):
         safe_pickle.loads(pickled, {}, "here")
+
+
+SET_OF_FIVE = b"(N\x88\x89)K\x02"
+OF_A_CALL = b"c__builtin__\nset\nq\x00](K\x01K\x02K\x03K\x04K\x05e\x85q\x01"
+
+
+@pytest.mark.parametrize(
+    ("opcodes", "before"),
+    [
+        (b"]", b""),
+        (b"}", b""),
+        (b"\x8f", b""),
+        (b"(\x91", b""),
+        (b"\x85", b"N"),
+        (b"}NNs", b""),
+        (b"}(NNu", b""),
+        (b"\x8f" + SET_OF_FIVE + b"\x90", b""),
+        (SET_OF_FIVE + b"\x91", b""),
+        (b"h\x00h\x01R", OF_A_CALL),
+    ],
+    ids=["lists", "dicts", "sets", "frozen", "tuples", "a key", "keys", "set items", "frozen items", "calls"],
+)
+def test_what_is_many_times_as_large_in_memory_as_in_a_file_is_refused(opcodes: bytes, before: bytes) -> None:
+    """A pickle of nothing else: objects of 48 to 736 bytes in memory for one to 13 in the file."""
+    data = b"\x80\x04" + before + opcodes * (400_000 // len(opcodes)) + b"."
+    with pytest.raises(DamagedCheckpoint, match="too many containers, or copies"):
+        safe_pickle.loads(data, OF_PROTOCOL_2, "here")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [[] for _ in range(60_000)],
+        [{} for _ in range(60_000)],
+        {number: {} for number in range(60_000)},
+        {number: {"step": number} for number in range(60_000)},
+        [(number, number) for number in range(60_000)],
+        [[number] for number in range(60_000)],
+        set(range(60_000)),
+    ],
+    ids=["lists", "dicts", "dicts by key", "a dict in each", "pairs", "a number in each", "a set"],
+)
+def test_a_pickle_of_nothing_but_small_containers_is_read(value: object) -> None:
+    """As torch.save writes it, in protocol 2, which has more bytes for each than the files of trainers' need."""
+    assert safe_pickle.loads(pickle.dumps(value, 2), OF_PROTOCOL_2, "here") == value
 
 
 def test_several_pickles_are_read_one_after_the_other() -> None:
