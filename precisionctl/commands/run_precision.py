@@ -25,6 +25,7 @@ from precisionctl.model.model_shape import ModelShape
 from precisionctl.precision import EVERY_GEMM, PRESETS, Precision
 from precisionctl.recipe import flat, recipe_of
 
+_PRECISION = "precision."
 _OF_ONE_RUN = ("precision.fp8", "precision.schedule")
 """Keys that another run does not take over: a command says the first, the second has shares of the run's own steps."""
 
@@ -46,7 +47,7 @@ def precision_of_run(reader: Reader, weights_digest: str | None = None) -> RunPr
     `weights_digest` is that of the weights, if it has been taken. Raises DamagedCheckpoint and RecipeError for a
     `run.json` or a manifest that makes no sense."""
     if (identity := identity_of_run(reader)) is not None:
-        keys = {key: value for key, value in identity.items() if key.startswith("precision.")}
+        keys = {key: value for key, value in identity.items() if key.startswith(_PRECISION)}
         if not keys.get("precision.fp8"):
             return None
         keys = {key: value for key, value in keys.items() if key not in _OF_ONE_RUN}
@@ -143,6 +144,11 @@ def settings_notes(before: RunPrecision, plain: Precision, taken: Precision) -> 
 
 
 def _made(keys: Mapping[str, Any], said_by: str, folder: Path | None = None) -> RunPrecision:
-    """Raises RecipeError as `recipe_of`; `folder` is that of the file that says the keys."""
-    recipe = recipe_of({**keys, "precision.fp8": True}, (folder or Path()) / said_by)
+    """Raises RecipeError as `recipe_of`, and DamagedCheckpoint for other keys than those of a precision: a run that goes
+    on takes them over, and would take its steps or its data from a stranger. `folder` is that of the file that says the
+    keys."""
+    file = (folder or Path()) / said_by
+    if others := [key for key in keys if not key.startswith(_PRECISION) or key in _OF_ONE_RUN]:
+        raise DamagedCheckpoint(f"`{others[0]}` among the settings of a run's precision", where=file)
+    recipe = recipe_of({**keys, "precision.fp8": True}, file)
     return RunPrecision(keys, recipe.precision, said_by)

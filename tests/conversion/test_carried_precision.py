@@ -140,3 +140,16 @@ def test_a_manifest_of_another_making_is_refused_by_its_name(place: Path, tmp_pa
     with pytest.raises(DamagedCheckpoint, match="does not say which run the weights are of"):
         precision_of_run(open_checkpoint(tmp_path / "hf"))
     convert(tmp_path / "hf", tmp_path / "bf16", "megatron", "bf16")
+
+
+@pytest.mark.parametrize("key", ["optimizer.lr", "train.steps", "data.train", "precision.schedule"])
+def test_a_manifest_cannot_set_anything_but_the_precision_of_a_run_that_goes_on(
+    place: Path, tmp_path: Path, key: str
+) -> None:
+    convert(place / "delayed", tmp_path / "hf", "hf")
+    file = tmp_path / "hf" / manifest.RELATIVE
+    content = json.loads(file.read_text())
+    content["run"]["keys"][key] = []
+    file.write_text(json.dumps(content))
+    with pytest.raises(DamagedCheckpoint, match=f"`{key}` among the settings of a run's precision"):
+        goes_on(tmp_path / "hf", place, tmp_path / "run")
