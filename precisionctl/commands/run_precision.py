@@ -144,9 +144,9 @@ def settings_notes(before: RunPrecision, plain: Precision, taken: Precision) -> 
 
 
 def _made(keys: Mapping[str, Any], said_by: str, folder: Path | None = None) -> RunPrecision:
-    """Raises RecipeError as `recipe_of`, and DamagedCheckpoint for other keys than those of a precision: a run that goes
-    on takes them over, and would take its steps or its data from a stranger. `folder` is that of the file that says the
-    keys."""
+    """Raises RecipeError as `recipe_of`, and DamagedCheckpoint for other keys than those of a precision: a run that
+    goes on takes them over, and would take its steps or its data from a stranger. `folder` is that of the file that
+    says the keys."""
     file = (folder or Path()) / said_by
     if others := [key for key in keys if not key.startswith(_PRECISION) or key in _OF_ONE_RUN]:
         raise DamagedCheckpoint(f"`{others[0]}` among the settings of a run's precision", where=file)
