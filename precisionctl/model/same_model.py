@@ -135,7 +135,10 @@ _UNUSED: Sequence[tuple[tuple[str, ...], Callable[[ModelShape], bool]]] = (
     (("moe.swiglu_limits",), lambda model: model.moe is None or not any(model.moe.swiglu_limits or ())),
     (
         ("use_double_wide_mlp",),
-        lambda model: not model.num_kv_shared_layers or (model.moe is not None and all(model.moe.layer_freq)),
+        lambda model: (
+            not (model.use_double_wide_mlp and model.num_kv_shared_layers)
+            or (model.moe is not None and all(model.moe.layer_freq))
+        ),
     ),
     (("num_attention_heads", "num_query_groups", "kv_channels", "rope_layers"), lambda model: not _attends(model)),
     (("num_query_groups", "kv_channels", "v_head_dim"), lambda model: model.mla is not None),

@@ -21,6 +21,7 @@ from precisionctl.verify.engine_rules import check
 FAMILIES: Mapping[str, dict[str, Any]] = {
     **dict.fromkeys(("afmoe", "deepseek-v3.2", "exaone-moe", "glm-moe-dsa", "hy-v3", "hy4", "lfm2-moe"), {}),
     **dict.fromkeys(("qwen3-next", "qwen3-5", "qwen3-5-moe", "llama4", "gemma4", "gemma4-moe", "granite-moe"), {}),
+    "gemma3n": {},
     **dict.fromkeys(("granite-hybrid", "falcon-h1", "jamba", "ernie4-5-moe", "cohere2-moe", "hunyuan-moe"), {}),
     **dict.fromkeys(("flex-olmo", "phimoe", "youtu", "kolibri1"), {}),
     **dict.fromkeys(("mellum", "mimo-v2-flash", "minimax-m2", "mistral4", "muse-glimmer", "nemotron-nas"), {}),

