@@ -137,7 +137,7 @@ def refusal(here: Path, ranks: int, scheme: str = "dynamic") -> str | None:
     return why
 
 
-UNSERVED = ("gpt2", "deepseek-v4", "gpt-neo", "bamba", "mpt", "mamba", "falcon-mamba")
+UNSERVED = ("gpt2", "deepseek-v4", "gemma3n", "gpt-neo", "bamba", "mpt", "mamba", "falcon-mamba")
 """GPT-2, whose dynamic export is refused, DeepSeek-V4, which is served in blocks alone, and those of which vLLM has no
 class (an export says so, `verify` refuses), or makes all linears without quantization."""
 

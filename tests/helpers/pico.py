@@ -1239,6 +1239,8 @@ def make(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **ch
     torch.manual_seed(seed)
     if family == "gemma4-small" and "vocab_size" in changes:
         changes = {"vocab_size_per_layer_input": changes["vocab_size"]} | changes
+    if family == "gemma3n" and "vocab_size" in changes:
+        changes = {"vocab_size_per_layer_input": changes["vocab_size"] - 10} | changes
     config = AutoConfig.for_model(**settings(family) | changes)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

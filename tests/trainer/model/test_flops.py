@@ -123,6 +123,10 @@ def _beside_streams(model: ModelShape, lengths: list[int]) -> int:
     """What joins blocks to the residual streams, and what attention to compressed keys takes more: all pairs, and no
     gradient of an indexer. The formula for pairs is worked out below."""
     csa, mhc, tokens = model.csa, model.mhc, sum(lengths)
+    if model.altup:  # two routers, coefficients, and streams that are mixed
+        mixed = model.altup.mixing_size * model.hidden_size
+        routed = model.altup.num_inputs * model.hidden_size
+        return 6 * tokens * model.num_layers * (parameters.connections(model) + routed + mixed)
     if mhc is None:
         return 0
     number, streams = mhc.num_residual_streams, model.streams_size
