@@ -13,7 +13,7 @@ from precisionctl.architectures.megatron.megatron_args import MEGATRON_ONLY, rea
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.read_off import READ_OFF
 from precisionctl.architectures.wrapped_architecture import can_be_wrapped, in_directory, wrapped
-from precisionctl.architectures.wrappers import is_wrapper, may_be_tied, text_config, wrapper_of
+from precisionctl.architectures.wrappers import NO_WRAPPERS, is_wrapper, may_be_tied, text_config, wrapper_of
 from precisionctl.discover import discover_names
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, at, most_alike, shown
 from precisionctl.model.model_fields import PARTS
@@ -105,7 +105,8 @@ def read_model(config: Config, where: object = "config.json", stored: Collection
     except UnknownArchitecture as why:
         text = mapping_or_empty(text_part(config))
         kind = text.get("model_type")
-        if isinstance(kind, str) and kind in supported() and not (is_wrapper(config) and _is_refused(text)):
+        alone = config["model_type"] not in NO_WRAPPERS and not (is_wrapper(config) and _is_refused(text))
+        if isinstance(kind, str) and kind in supported() and alone:
             do = f"Its text model is a {kind}, which has a table: docs/foreign.md saves it alone."
             why = UnknownArchitecture(why.what, where=where, do=f"{do} {why.do}")
         return UntabledModel(str(config["model_type"]), config, why)
@@ -150,6 +151,8 @@ def _described(config: Config) -> ModelShape:
             what = f"no table for a `{model_type}` around a `{text['model_type']:.60}`"
             raise UnknownArchitecture(what, do=_NO_TABLE)
         return dataclasses.replace(_described(text), wrapper=wrapper, tied_embeddings=may_be_tied(config))
+    if why := NO_WRAPPERS.get(model_type):
+        raise UnknownArchitecture(f"no table for a `{model_type}`: {why}", do=_NO_TABLE)
     fields: dict[str, Any] = {"architecture": model_type}
     for entry in (CAUSAL, *architecture_of(model_type).config):
         fields.update(entry.read(config))

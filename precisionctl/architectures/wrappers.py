@@ -233,7 +233,7 @@ WRAPPERS: Mapping[str, WrapperNames] = {
         ("minicpmv4_6", "minicpmv4_7", "minicpm_ocr"),
         WrapperNames(*IN_MEMORY, text="qwen3_5_text", mtp="mtp.", mark="vision_tower.vit_merger."),
     ),
-    **dict.fromkeys(("qwen2_audio", "audioflamingo3"), WrapperNames(text="qwen2", mark=_HEARS)),
+    **dict.fromkeys(("qwen2_audio", "audioflamingo3", "musicflamingo"), WrapperNames(text="qwen2", mark=_HEARS)),
     "qwen2_5_omni": _QWEN_2_5_OMNI,
     "qwen2_5_omni_thinker": replace(_QWEN_2_5_OMNI, **_THINKER),
     "qwen3_omni_moe": _QWEN_3_OMNI,
@@ -276,6 +276,18 @@ WRAPPERS: Mapping[str, WrapperNames] = {
 }
 """Wrappers by `model_type`. For text alone each computes what its text model does: positions in several dimensions
 (`mrope`) are all the same there, and nothing is added to the hidden states of a layer."""
+
+NO_WRAPPERS: Mapping[str, str] = {
+    "apertus1p5": "its output layer has fewer rows than its embedding (`output_vocab_size`)",
+    **dict.fromkeys(
+        ("ernie4_5_vl_moe", "ernie4_5_moe_vl"), "its layers have two sets of experts, one of them for images"
+    ),
+    "mllama": "among the layers of its text model there are some that attend to images",
+    "paligemma": "it attends to later tokens in a prompt, also in one of text alone",
+    "unlimited_ocr": "it attends to the whole prompt from within a window",
+}
+"""Models around a text model that has a table, or nearly, which are no wrappers; and why. With a table, they would be
+trained as another model than engines compute. ERNIE 4.5 VL has a name in transformers, and one in its own code."""
 
 
 @dataclass(frozen=True)

@@ -252,7 +252,7 @@ class Engine:
         if known in formats:
             if values is None or text_type not in values.models:
                 return []
-            what, rule = f"{what}, which ask this model's config for {values.asked}", values.rule
+            what, rule = f"{what}, {values.why}", values.rule
         return [Finding(name, what, rule) for name in names if EXPERT.fullmatch(name)][:1]
 
     def _loads(self, what: str, formats: Sequence[str]) -> EngineRule:

@@ -51,7 +51,7 @@ from precisionctl.engines.rules.integer_rules import (
     scales_of_words_beyond_bf16,
     zero_points_of,
 )
-from precisionctl.engines.rules.method_rules import MethodRules
+from precisionctl.engines.rules.method_rules import BESIDE_THEIR_ROUTERS, MethodRules
 from precisionctl.engines.rules.model_rules import CodesAlone
 from precisionctl.engines.rules.required_keys import (
     ADDED,
@@ -110,10 +110,16 @@ ENGINE = Engine(
             ignored_in={"mxfp8": replace(_IGNORED_LAYERS, keys=("exclude_modules", "ignore"))},  # read as its own mxfp8
             cache="casts keys and values with them",
         ),
-        "mxfp8": _rules(formats=("mxfp8",), ignored=_IGNORED_LAYERS, cache="casts keys and values with them"),
+        "mxfp8": _rules(
+            formats=("mxfp8",),
+            ignored=_IGNORED_LAYERS,
+            as_values=BESIDE_THEIR_ROUTERS,
+            cache="casts keys and values with them",
+        ),
         "fp8": _rules(
             formats=("block", "static", "per-tensor weights and dynamic"),
             ignored=_IGNORED_LAYERS,
+            as_values=BESIDE_THEIR_ROUTERS,
             cache="casts keys and values with them",
         ),
     },
@@ -208,6 +214,12 @@ ENGINE = Engine(
                     "SGLang 0.5.23 models/qwen3_omni_moe.py EntryClass",
                 )
             ),
+        ),
+        "ernie4_5_vl_moe": NoClass(
+            EngineRule(
+                "it reads the tower's sizes in the words of the published config.json, ernie4_5_moe_vl",
+                "SGLang 0.5.23 models/ernie45_vl.py Ernie4_5_VisionTransformer",
+            )
         ),
         "shieldgemma2": NoClass(
             EngineRule("it has no class for this model_type", "SGLang 0.5.23 models/*.py EntryClass")

@@ -48,7 +48,7 @@ _RENAMED = dict.fromkeys(("inkling2", "inkling2_text"), "weight_scale")
 
 _AS_VALUES = ExpertsAsValues(
     ("lfm2_moe", "nemotron_h"),
-    "hidden_act",
+    "which ask this model's config for hidden_act",
     EngineRule(
         "on a GPU with FP8, experts of codes ask the config for hidden_act, which this model's does not have",
         "transformers 5.24 integrations/finegrained_fp8.py FP8Experts",
@@ -207,7 +207,13 @@ ENGINE = Engine(
             "not called; nor does it find the towers that a list names: export what thinks alone",
             "transformers 5.24 models/qwen3_omni_moe/modeling_qwen3_omni_moe.py; compressed-tensors 0.20; run",
         ),
-    ),
+    )
+    | {
+        "ernie4_5_vl_moe": EngineRule(
+            "it joins and divides the experts of both kinds without their scales, and stops",
+            "transformers 5.24 core_model_loading.py ErnieFuseAndSplitTextVisionExperts; run",
+        ),
+    },
     no_class={
         "qwen3_asr": NoClass(
             EngineRule(

@@ -42,7 +42,7 @@ from precisionctl.engines.rules.integer_rules import (
     scales_of_words_beyond_bf16,
     zero_points_of,
 )
-from precisionctl.engines.rules.method_rules import MethodRules
+from precisionctl.engines.rules.method_rules import BESIDE_THEIR_ROUTERS, MethodRules
 from precisionctl.engines.rules.model_rules import CodesAlone, ExpertDtype, InEveryLayer
 from precisionctl.engines.rules.required_keys import (
     ADDED,
@@ -107,15 +107,18 @@ ENGINE = Engine(
             formats=("NVFP4", "static", "dynamic", "block", "mxfp8"),
             experts=("NVFP4", "static", "mxfp8"),
             ignored=_list(("ignore", "exclude_modules"), BY_PART_OR_GLOB, experts=BY_MODULE),
+            as_values=BESIDE_THEIR_ROUTERS,
             cache="casts keys and values with them, and switches its cache to FP8 by itself",
         ),
         "mxfp8": MethodRules(
             formats=("mxfp8",),
             ignored=_list(("ignored_layers",), BY_PART_OR_GLOB, experts=BY_MODULE),
+            as_values=BESIDE_THEIR_ROUTERS,
         ),
         "fp8": MethodRules(
             formats=("block", "static", "per-tensor weights and dynamic"),
             ignored=_list(("ignored_layers", "modules_to_not_convert"), BY_NAME, heads_apart=True, experts=BY_MODULE),
+            as_values=BESIDE_THEIR_ROUTERS,
             cache="casts keys and values with them if it is started with an FP8 cache",
         ),
         "quark": MethodRules(
@@ -175,6 +178,18 @@ ENGINE = Engine(
             EngineRule(
                 "of the text model alone it leaves out what tokens have for each layer; of the wrapper it does not",
                 "vLLM 0.33 models/gemma3n.py Gemma3nForCausalLM.forward; run",
+            )
+        ),
+        "mllama": NoClass(
+            EngineRule(
+                "its own class left after 0.10.2, and by transformers' it does not start: no tokens are for images",
+                "vLLM 0.33 models/registry.py, transformers/multimodal.py; run",
+            )
+        ),
+        "ernie4_5_vl_moe": NoClass(
+            EngineRule(
+                "it reads the tower's sizes in the words of the published config.json, ernie4_5_moe_vl",
+                "vLLM 0.33 models/ernie45_vl.py Ernie4_5_VisionTransformer; run",
             )
         ),
         **dict.fromkeys(

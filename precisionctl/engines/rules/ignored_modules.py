@@ -39,6 +39,24 @@ _HEADS = r"(\D*\.)?((\w+_)?lm_head|predictions|proj_out|embed_out|output_project
 """Heads that are tied to an embedding, by the names of transformers' classes (5.24, `_tied_weights_keys`)."""
 
 
+TWO_KINDS_OF_EXPERTS = ("ernie4_5_vl_moe", "ernie4_5_vl_moe_text", "ernie4_5_moe_vl")
+"""ERNIE 4.5 VL, whose layers have experts for text and others for images: in transformers its `model_type` and that of
+its text model, and that of its own code, which published files have."""
+_OF_EITHER_KIND = re.compile(r"(.+\.mlp)\.(?:(gate)|experts(\..+)?)")
+
+
+def of_both_kinds(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, list[str]]:
+    """Of a model with two kinds of experts in a layer, each of these modules that is a router or within `experts`, and
+    what vLLM and SGLang call those of both kinds: `text_experts_gate` and `vision_experts_gate`,
+    `text_experts.0.up_proj` and so on. Nothing of other models. (vLLM 0.33 models/ernie45_vl_moe.py, SGLang 0.5.23
+    models/ernie45_moe_vl.py)"""
+    if config.get("model_type") not in TWO_KINDS_OF_EXPERTS:
+        return {}
+    found = {match[0]: match for match in map(_OF_EITHER_KIND.fullmatch, modules) if match}
+    ends = {module: "_gate" if match[2] else match[3] or "" for module, match in found.items()}
+    return {m: [f"{found[m][1]}.{kind}_experts{end}" for kind in ("text", "vision")] for m, end in ends.items()}
+
+
 def linears(specs: Mapping[str, TensorSpec]) -> list[str]:
     """Weights of two dimensions that are not embeddings: what `targets: [Linear]` means."""
     weights = [name for name, spec in specs.items() if name.endswith(".weight") and len(spec.shape) == 2]
@@ -126,7 +144,8 @@ class IgnoreList:
         numbered = [EXPERT.fullmatch(f"{name}.weight") for name in values if self.experts_as_one]
         listed = (f"{experts}{suffix}" for experts in stacked for suffix in self.experts)
         missing = missing_v_proj(values, {*values, *codes}) if self.looks_up_missing_parts else {}
-        values = [*values, *missing.values(), *stacked, *listed, *(match[1] for match in numbered if match)]
+        both = (name for names in of_both_kinds(config, values).values() for name in names)
+        values = [*values, *missing.values(), *both, *stacked, *listed, *(match[1] for match in numbered if match)]
         if method == "compressed-tensors":  # the first by an expression, too: see `lost_by_renaming`
             values += [rf"re:{re.escape(experts)}\.0\..+" for experts in stacked if self.experts]
         values = list(dict.fromkeys(values))
@@ -186,10 +205,11 @@ class IgnoreList:
         modules = list(modules)
         if not self.in_memory or method != "compressed-tensors":  # of others it renames the list too
             experts = {m: EXPERT.fullmatch(f"{m}.weight") for m in modules if self.experts_as_one}
-            return {
+            found = {
                 module: [match[1] if (match := experts.get(module)) else self._moved(config, module)]
                 for module in modules
             }
+            return found if self.in_memory else found | of_both_kinds(config, modules)
         alone = [module for module in modules if not EXPERT.fullmatch(f"{module}.weight")]  # experts become one tensor
         found = module_names(config, alone)
         return {module: found.get(module) or [module] for module in modules}

@@ -6,18 +6,29 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from precisionctl.engines.rules.ignored_modules import IgnoreList
+from precisionctl.engines.rules.ignored_modules import TWO_KINDS_OF_EXPERTS, IgnoreList
 from precisionctl.engines.rules.rule import EngineRule
 
 
 @dataclass(frozen=True)
 class ExpertsAsValues:
-    """Models, by the `model_type` of their text model, whose experts an engine loads as values alone, by a `rule`: as
-    codes they ask the config for a key, `asked`, that theirs does not have."""
+    """Models, by the `model_type` of their text model, whose experts an engine loads as values alone, by a `rule`;
+    `why`, in words that follow what they are."""
 
     models: Sequence[str]
-    asked: str
+    why: str
     rule: EngineRule
+
+
+BESIDE_THEIR_ROUTERS = ExpertsAsValues(
+    TWO_KINDS_OF_EXPERTS,
+    "which are ignored where their routers are",
+    EngineRule(
+        "experts are ignored where the list has a name that begins with theirs, as that of their router does",
+        "vLLM 0.33 quant_utils.py, SGLang 0.5.23 utils.py, is_layer_skipped; run",
+    ),
+)
+"""`mlp.text_experts` and `mlp.text_experts_gate`. Lists of compressed-tensors name linears of the first expert."""
 
 
 @dataclass(frozen=True)
