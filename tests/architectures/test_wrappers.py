@@ -10,6 +10,7 @@ from typing import Any
 import command_line
 import pico
 import pytest
+import repository
 import tiny_wrappers
 import torch
 from any_models import assert_as_tabled, export, load_whole, logits
@@ -24,13 +25,20 @@ from transformers import AutoConfig, AutoModelForImageTextToText, ShieldGemma2Fo
 from precisionctl.architectures.families import architecture_of, from_hf_config, read_model, table_of, to_hf_config
 from precisionctl.architectures.param_map import Either
 from precisionctl.architectures.wrapped_architecture import wrapped
-from precisionctl.architectures.wrappers import TEXT_MODELS, WRAPPERS as KNOWN, wrapper_of
+from precisionctl.architectures.wrappers import NO_WRAPPERS, TEXT_MODELS, WRAPPERS as KNOWN, wrapper_of
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion import worker
 from precisionctl.engines.base import engine_named
-from precisionctl.errors import DamagedCheckpoint, MissingTensor, PrecisionError, UnknownArchitecture, UnmappedTensor
+from precisionctl.errors import (
+    DamagedCheckpoint,
+    MissingTensor,
+    PrecisionError,
+    ShapeMismatch,
+    UnknownArchitecture,
+    UnmappedTensor,
+)
 from precisionctl.model.model_parts import Wrapper
 from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.param import Parallelism
@@ -624,6 +632,31 @@ HOSTILE: dict[str, Any] = {
 def test_a_wrapper_around_something_else_is_a_model_without_a_table(text: Any) -> None:
     config = {"model_type": "mistral3", "text_config": text}
     assert isinstance(read_model(config, "config.json", ("vision_tower.a",)), UntabledModel)
+
+
+@pytest.mark.parametrize("kind", NO_WRAPPERS)
+def test_a_model_that_is_no_wrapper_says_why_and_sends_nobody_to_its_text_model(kind: str) -> None:
+    """Gemma 2 is not what PaliGemma computes: saved alone, it would be trained as another model."""
+    found = read_model({"model_type": kind, "text_config": {"model_type": "gemma2"}})
+    with pytest.raises(
+        UnknownArchitecture, match=re.escape(f"no table for a `{kind}`: {NO_WRAPPERS[kind]}")
+    ) as refused:
+        _ = found.num_layers
+    assert "which has a table" not in str(refused.value) and "docs/any_model.md" in str(refused.value)
+
+
+def test_the_page_names_those_that_are_no_wrappers_with_why() -> None:
+    page = (repository.DOCS / "wrappers.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.+) \| (.+) \|$", page.rpartition("| `model_type` | why |")[2], re.MULTILINE)
+    assert {kind: why for kinds, why in rows for kind in re.findall(r"`([^`]+)`", kinds)} == NO_WRAPPERS
+
+
+def test_heads_that_transformers_makes_against_the_config_of_a_glm_are_refused_for_their_shapes(tmp_path: Path) -> None:
+    """Glm4vTextAttention has heads of hidden_size / num_attention_heads, and turns `head_dim` of their channels; vLLM's
+    glm4.py has heads of `head_dim`, and does not load them either."""
+    tiny_wrappers.save(tmp_path / "hf", "glm46v", head_dim=16)
+    with pytest.raises(ShapeMismatch, match=r"q_proj.weight` is \[128, 128\], the model's sizes say \[64, 128\]"):
+        plan_command(Request(tmp_path / "hf", tmp_path / "out", "megatron"))
 
 
 def test_of_a_family_all_but_names_is_the_wrappers_too() -> None:

@@ -12,7 +12,7 @@ import torch
 import transformers
 from conversions import carry_out, run
 from installed import need_loader
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -21,7 +21,6 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
-    PretrainedConfig,
     PreTrainedModel,
 )
 
@@ -92,6 +91,36 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 """Kinds of models, and what of their configs is not in SMALL."""
 
+_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
+_SMALL_TEXT = {
+    **{key: SMALL[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")},
+    **{key: SMALL[key] for key in ("vocab_size", "max_position_embeddings")},
+    "num_hidden_layers": 3,
+}
+_SMALL_TOWER = {key: SMALL[key] for key in ("hidden_size", "intermediate_size", "patch_size")}
+IN_PARTS: dict[str, dict[str, Any]] = {
+    "mllama": {
+        "text_config": _SMALL_TEXT
+        | _TOKENS
+        | {"cross_attention_layers": [1], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+        | {"tie_word_embeddings": False},
+        "vision_config": _SMALL_TOWER
+        | {"image_size": 28, "num_hidden_layers": 2, "num_global_layers": 1, "attention_heads": 4}
+        | {"vision_output_dim": 256, "intermediate_layers_indices": [0], "max_num_tiles": 2}
+        | {"supported_aspect_ratios": [[1, 1], [1, 2]]},
+        "image_token_index": 256,
+    },
+    "ernie4_5_vl_moe": {
+        "text_config": _SMALL_TEXT
+        | _TOKENS
+        | {"head_dim": 32, "moe_intermediate_size": [128, 64], "moe_num_experts": 4, "moe_k": 2}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [5, 5, 6]}},
+        "vision_config": _SMALL_TOWER | {"depth": 2, "num_heads": 4},
+        "tie_word_embeddings": True,
+    },
+}
+"""Kinds of images and text that no size fits which is in all parts."""
+
 _AUTO = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModelForMaskedLM, AutoModel)
 
 
@@ -118,10 +147,13 @@ def make(model_type: str, *, dtype: torch.dtype = torch.bfloat16, **changes: Any
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
     torch.manual_seed(0)
-    changes = KINDS.get(model_type, {}) | changes
-    told = AutoConfig.for_model(model_type).to_dict()
-    config: PretrainedConfig = AutoConfig.for_model(**{"model_type": model_type} | shrunk(told, changes))
-    auto = next(each for each in _AUTO if type(config) in each._model_mapping)
+    if model_type in IN_PARTS:
+        config, auto = AutoConfig.for_model(model_type, **IN_PARTS[model_type] | changes), AutoModelForImageTextToText
+    else:
+        changes = KINDS.get(model_type, {}) | changes
+        told = AutoConfig.for_model(model_type).to_dict()
+        config = AutoConfig.for_model(**{"model_type": model_type} | shrunk(told, changes))
+        auto = next(each for each in _AUTO if type(config) in each._model_mapping)
     model: PreTrainedModel = auto.from_config(config)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
@@ -135,6 +167,40 @@ def save(directory: Path, model_type: str, **settings: Any) -> PreTrainedModel:
     model = make(model_type, **settings)
     model.save_pretrained(directory)
     return model
+
+
+def publish_ernie_vl(theirs: Path, directory: Path) -> None:
+    """Save an `ernie4_5_vl_moe` that transformers saved in the form of Baidu's own code, which vLLM and SGLang read:
+    sizes of the text model are at the top of config.json, with a class of its own, and what chooses experts is FP32."""
+    directory.mkdir()
+    tensors = load_file(theirs / "model.safetensors")
+    tensors = {name.removeprefix("model.") if "vision_model" in name else name: t for name, t in tensors.items()}
+    chooses = re.compile(r".+\.mlp\.(gate|moe_statics)\..+")
+    tensors = {name: tensor.float() if chooses.fullmatch(name) else tensor for name, tensor in tensors.items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((theirs / "config.json").read_text())
+    text, tower = config.pop("text_config"), config.pop("vision_config")
+    rope, layers, experts = text.pop("rope_parameters"), text.pop("mlp_layer_types"), text["moe_num_experts"]
+    sparse = [layer for layer, kind in enumerate(layers) if kind == "sparse"]
+    of_both = {"moe_num_experts": experts, "moe_layer_start_index": sparse[0], "moe_layer_end_index": sparse[-1]}
+    words = {
+        "model_type": "ernie4_5_moe_vl",
+        "auto_map": {"AutoConfig": "configuration_ernie4_5_vl.Ernie4_5_VLMoeConfig"},
+        **{key: [size, size] for key, size in of_both.items()},
+        "moe_layer_interval": 1,
+        "rope_theta": rope["rope_theta"],
+        "rope_3d": True,
+        "freq_allocation": rope["mrope_section"][-1],
+        "rope_scaling": {"type": "default", "mrope_section": rope["mrope_section"]},
+        "pixel_hidden_size": tower["hidden_size"],
+        "spatial_conv_size": 2,
+        "temporal_conv_size": 2,
+        "use_temporal_conv": True,
+        "im_patch_id": config["image_token_id"],
+        "vision_config": tower | {"embed_dim": tower["hidden_size"], "mlp_ratio": 2, "spatial_merge_size": 2},
+    }
+    (directory / "config.json").write_text(json.dumps(config | text | words))
+    (directory / "configuration_ernie4_5_vl.py").write_text("")
 
 
 def load_whole(kind: Any, directory: Path) -> PreTrainedModel:

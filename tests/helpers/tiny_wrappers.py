@@ -290,7 +290,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "lighton_ocr": {"model_type": "qwen3"},
     **dict.fromkeys(("deepseek_vl", "deepseek_vl_hybrid", "janus"), {"model_type": "llama", "rms_norm_eps": 1e-6}),
     **dict.fromkeys(("minicpmv4_6", "minicpmv4_7", "minicpm_ocr"), {"model_type": "qwen3_5_text", **DELTA_NET}),
-    **dict.fromkeys(("qwen2_audio", "audioflamingo3"), {"model_type": "qwen2"}),
+    **dict.fromkeys(("qwen2_audio", "audioflamingo3", "musicflamingo"), {"model_type": "qwen2"}),
     **dict.fromkeys(("voxtral", "glmasr", "omniasr"), {"model_type": "llama", "rms_norm_eps": 1e-5}),
     "vibevoice_asr": {"model_type": "qwen2"},
     **dict.fromkeys(("moss_transcribe_diarize", "fun_asr_nano"), {"model_type": "qwen3"}),

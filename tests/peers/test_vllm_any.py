@@ -57,3 +57,18 @@ def test_vllm_holds_every_tensor_of_a_qwen3_asr_in_either_form(tmp_path: Path) -
         stored = any_models.stored(out)
         assert sum(tensor.dtype == torch.float8_e4m3fn for tensor in stored.values()) == 14
         assert left_out_of(out, stored) == []
+
+
+def test_vllm_holds_every_tensor_of_an_ernie_4_5_vl_and_keeps_its_routers(tmp_path: Path) -> None:
+    """Published files alone: of those that transformers saves, vLLM does not find the tower's sizes."""
+    any_models.save(tmp_path / "theirs", "ernie4_5_vl_moe")
+    any_models.publish_ernie_vl(tmp_path / "theirs", tmp_path / "published")
+    exports = [tmp_path / scheme for scheme in ("dynamic", "w4a16", "mxfp4")]
+    for out in exports:
+        any_models.export(tmp_path / "published", out, out.name)
+    any_models.export(tmp_path / "published", tmp_path / "block", "block", exclude=("*.experts.*",), keep_misfits=True)
+    load_in_vllm(environments.vllm(), *exports, tmp_path / "block", tmp_path / "theirs")
+    for out in (*exports, tmp_path / "block"):
+        assert left_out_of(out, any_models.stored(out)) == []
+    with pytest.raises(AssertionError, match="embed_dim"):
+        left_out_of(tmp_path / "theirs", {})

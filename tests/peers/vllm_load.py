@@ -66,6 +66,9 @@ def dense_backend(backend: object, attn_selector_config: Any, **more: object) ->
 
 CpuPlatform.get_attn_backend_cls = staticmethod(dense_backend)
 
+KERNELS = torch.library.Library("_C", "FRAGMENT")
+KERNELS.define("gelu_quick(Tensor(a!) out, Tensor input) -> ()")  # which a class looks for as it is made
+
 registry._run_in_subprocess = lambda look: look()  # a class is looked at here, where torchvision can be imported
 
 
@@ -97,7 +100,24 @@ class DeepseekConfig(PretrainedConfig):
         self.norm_topk_prob = norm_topk_prob
 
 
+class ErnieVisionConfig(PretrainedConfig):
+    """Of ErnieVlConfig, the tower's."""
+
+    model_type = "DFNRope_vision_transformer"
+
+
+class ErnieVlConfig(PretrainedConfig):
+    """That which the published files of ERNIE 4.5 VL bring with them, as far as vLLM reads it."""
+
+    model_type = "ernie4_5_moe_vl"
+
+    def __init__(self, vision_config: object = (), **given: Any) -> None:
+        super().__init__(**given)
+        self.vision_config = ErnieVisionConfig(**dict(vision_config))
+
+
 AutoConfig.register("nemotron-nas", DeciLMConfig)
+AutoConfig.register("ernie4_5_moe_vl", ErnieVlConfig)
 AutoConfig.register("deepseek", DeepseekConfig)
 
 OPTIONAL = ("q_scale", "k_scale", "v_scale", "prob_scale", "zero_point")  # of the KV cache: 1 where not stored

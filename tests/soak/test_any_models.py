@@ -52,7 +52,7 @@ KINDS = (
         "kimi_k25",
     ),
     *("llama4", "llava", "llava_next", "mistral3", "paligemma", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"),
-    *("smolvlm",),
+    *("smolvlm", "mllama"),
     # encoders, and encoders with decoders
     *("bart", "bert", "electra", "roberta", "t5", "whisper", "xlm-roberta"),
 )
