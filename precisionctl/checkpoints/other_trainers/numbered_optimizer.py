@@ -41,6 +41,8 @@ _MODULES = (
     *("pre_mlp_layernorm",),
     *("pre_feedforward_layernorm", "post_feedforward_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
     *("post_norm1", "post_norm2"),
+    *("altup", "correct_output_scale", "correction_coefs", "prediction_coefs", "modality_router", "router_norm"),
+    *("laurel", "linear_left", "linear_right", "post_laurel_norm"),
     *("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"),
     *("block_sparse_moe",),
     *("dt_bias", "A_log", "D", "conv1d", "in_proj", "x_proj", "dt_proj", "in_proj_qkvz", "in_proj_ba", "sinks"),
@@ -54,6 +56,7 @@ _MODULES = (
     *("down_proj", "down_proj_bias", "w3", "act_fn", "shared_expert_gate", "dense", "final_layernorm"),
     *("final_layer_norm",),
     *("norm", "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"),
+    *("altup_projections", "altup_unembed_projections"),
     *("mixer", "out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "ln_f", "norm_f", "lm_head"),
     *("weight", "bias", "weights_proj"),
 )
