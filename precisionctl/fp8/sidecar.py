@@ -90,7 +90,8 @@ def find(checkpoint: Path, relative: Path = RELATIVE) -> Fp8States | None:
 
 def is_sidecar(path: Path) -> bool:
     """Whether a path is a file whose metadata say that it is a sidecar."""
-    if not path.is_file():  # opening a pipe would wait forever
+    # Opening a pipe would wait forever, and a file is mapped whole, of which an address space may have no room
+    if not path.is_file() or path.stat().st_size > _MAX_BYTES:
         return False
     try:
         with safe_open(path, framework="np") as file:

@@ -264,3 +264,12 @@ def test_metadata_of_endless_parts_is_refused_before_it_is_parsed(tmp_path: Path
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(DamagedCheckpoint, match="metadata is too long"):
         sidecar.read(path)
+
+
+def test_a_file_that_is_larger_than_a_sidecar_is_none_and_not_mapped(path, monkeypatch):
+    """As an archive of NeMo may be. The library maps a file whole, for which a limited address space has no room."""
+    sidecar.write(path, STATES)
+    assert sidecar.is_sidecar(path)
+    monkeypatch.setattr(sidecar, "safe_open", lambda *_, **__: pytest.fail("it was mapped"))
+    os.truncate(path, 1 << 40)
+    assert not sidecar.is_sidecar(path)
