@@ -13,7 +13,8 @@ from any_models import export
 from conversions import run
 from gguf_files import AS_RELEASED, export as to_gguf, source, stored_tensors
 from gpt_models import as_gpt, assert_text_is_computed, converted, transformers_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from shared_kv import with_unused
 from soaking import in_soak
 from torch import Tensor
 
@@ -31,25 +32,10 @@ from precisionctl.trainer.parallel.shards import check as check_shared
 from precisionctl.verify.compare import compare
 from precisionctl.verify.engine_rules import check
 
-UNUSED = ("k_proj", "v_proj", "k_norm")
 KINDS = ["sliding_attention"] * 4 + ["full_attention"]
 RELEASED = AS_RELEASED["gemma3n"]
 SHARING = RELEASED | {"num_hidden_layers": 22, "intermediate_size": [96] * 22, "num_kv_shared_layers": 2}
 """As llama.cpp computes it, with as few layers as may share keys and values there."""
-
-
-def with_unused(directory: Path, first: int, body: str = "model") -> dict[str, Tensor]:
-    """Give a saved model what published files have in layers from the `first` on that share keys and values; its
-    tensors."""
-    file = directory / "model.safetensors"
-    tensors = load_file(file)
-    layers = 1 + max(int(name.split(".layers.")[1].split(".")[0]) for name in tensors if f"{body}.layers." in name)
-    for layer in range(first, layers):
-        for name in UNUSED:
-            like = tensors[f"{body}.layers.0.self_attn.{name}.weight"]
-            tensors[f"{body}.layers.{layer}.self_attn.{name}.weight"] = torch.randn_like(like)
-    save_file(tensors, file, metadata={"format": "pt"})
-    return tensors
 
 
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:

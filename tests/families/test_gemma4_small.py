@@ -12,8 +12,10 @@ import torch
 from any_models import export
 from command_line import run as command
 from conversions import run
+from gguf_files import export as to_gguf, source
 from gpt_models import VOCABULARY, assert_text_is_computed, backward, converted, transformers_model
 from safetensors.torch import load_file, save_file
+from shared_kv import UNUSED, with_unused
 from soaking import in_soak
 from torch import Tensor
 from training import add_tokenizer, make_text, run as resumed, settings
@@ -33,27 +35,12 @@ SMALL = "gemma4-small"
 WHOLE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "global_head_dim": 128}
 """Sizes of whole blocks."""
 SHARING = (3, 4, 5)
-UNUSED = ("k_proj", "v_proj", "k_norm")
-
-
-def unused_of(tensors: dict[str, Tensor], layers: int, first: int, body: str = "model") -> dict[str, Tensor]:
-    """Tensors as Google published them in layers that share keys and values, of the shapes of the layer of the same
-    kind that they read."""
-    made = {}
-    for layer in range(first, layers):
-        for name in UNUSED:
-            like = tensors[f"{body}.layers.{layer - first}.self_attn.{name}.weight"]
-            made[f"{body}.layers.{layer}.self_attn.{name}.weight"] = torch.randn(like.shape).to(like.dtype)
-    return made
 
 
 def published(directory: Path, **settings: Any) -> dict[str, Tensor]:
     """A model with all that published files have, saved; its tensors."""
     pico.save(directory, SMALL, dtype=torch.bfloat16, **settings)
-    tensors = load_file(directory / "model.safetensors")
-    tensors |= unused_of(tensors, 6, 3)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    return tensors
+    return with_unused(directory, 3)
 
 
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
@@ -76,6 +63,14 @@ def test_what_published_files_have_and_nothing_reads_comes_back(
     run(tmp_path / "hf", tmp_path / "again", "hf", verify=True)
     assert same(before, load_file(tmp_path / "again" / "model.safetensors"))
     assert compare(open_checkpoint(tmp_path / "hf"), open_checkpoint(tmp_path / "megatron")).equal
+
+
+def test_they_are_in_a_gguf_file_and_come_back(tmp_path: Path) -> None:
+    source(tmp_path / "hf", SMALL)
+    before = with_unused(tmp_path / "hf", 3)
+    run(to_gguf(tmp_path / "hf", tmp_path / "gguf"), tmp_path / "back", "hf", reference=tmp_path / "hf")
+    after = load_file(tmp_path / "back" / "model.safetensors")
+    assert same(before, {name: tensor.bfloat16() for name, tensor in after.items()})
 
 
 def test_a_part_of_them_is_a_checkpoint_that_lacks_tensors(tmp_path: Path) -> None:
@@ -206,9 +201,7 @@ WRAPPED: dict[str, Any] = {
 
 def test_the_wrapper_s_text_is_computed_and_comes_back_with_its_towers(tmp_path: Path) -> None:
     theirs = tiny_wrappers.save(tmp_path / "hf", "gemma4", **WRAPPED)
-    tensors = tiny_wrappers.stored(tmp_path / "hf")
-    tensors |= unused_of(tensors, 4, 2, "model.language_model")
-    save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    tensors = with_unused(tmp_path / "hf", 2, "model.language_model")
     run(tmp_path / "hf", tmp_path / "megatron", "megatron", parallelism=Parallelism(pipeline=2))
     run(tmp_path / "megatron", tmp_path / "back", "hf", verify=True)
     assert same(tensors, tiny_wrappers.stored(tmp_path / "back"))

@@ -22,6 +22,7 @@ from gguf_tokenizers import MARKED, SIZE, TEXT
 from prediction_layer import add_mtp
 from repository import HELPERS
 from safetensors.torch import load_file, save_file
+from shared_kv import with_unused
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from precisionctl.commands.plan_command import plan_command
@@ -189,6 +190,8 @@ def save(folder: Path, family: str) -> Path:
     else:
         size = SIZES.get(family, SIZE)
         pico.save(folder, family.partition(" ")[0], vocab_size=size, dtype=torch.bfloat16, **changes)
+        if family == "gemma4-small":
+            with_unused(folder, 3)
         sharpen(folder)
     if tokenizer in BYTE_LEVEL:
         expressions, ignores, begins = BYTE_LEVEL[tokenizer]

@@ -160,8 +160,8 @@ def _family(*counts: keys.GgufEntry, size: tuple[keys.GgufEntry, ...] = (), **ex
             mlp=(_MLPS,),
             head_size=_HEAD_SIZE,
         ),
-        more=(FINAL_CAP, keys.WINDOW, *_LAYERS, _LOCAL_SIZE, *size, _TURNED),
-        reads=(_UNUSED, *(() if experts else (keys.NO_EXPERTS,))),
+        more=(FINAL_CAP, keys.WINDOW, *_LAYERS, _LOCAL_SIZE, *size, _TURNED, _UNUSED),
+        reads=() if experts else (keys.NO_EXPERTS,),
         computed={
             **COMPUTED,
             **dict.fromkeys(("post_layernorms", "qk_layernorm", "v_l2_norm", "layer_scalar"), True),
