@@ -13,7 +13,11 @@ from precisionctl.checkpoints.other_trainers.trainer_run import ParameterGroup, 
 from precisionctl.errors import DROP_OPTIMIZER, CheckpointError, shown
 from precisionctl.untrusted.safe_pickle import is_count
 
-_SCALES = {"spectral": ("match_rms_adamw", 0.2), "shape_scaling": ("original", 1.0)}
+_SCALES = {
+    "spectral": ("match_rms_adamw", 0.2),
+    "unit_rms_norm": ("spectral_unclamped", 1.0),  # since PyTorch 2.14
+    "shape_scaling": ("original", 1.0),
+}
 """Megatron's scales of an update by a matrix's sizes, as torch calls them, and the further factor that torch has."""
 
 _COEFFICIENTS, _EPSILON = (3.4445, -4.775, 2.0315), 1e-7
@@ -37,11 +41,11 @@ def torch_muon(
     if factor is None or not (scale and has_factor and isinstance(nesterov, bool) and has_steps):
         said = f"a scale of {shown(mode)}, factor {shown(factor)}, Nesterov {shown(nesterov)}, {shown(steps)} steps"
         what = f"torch's Muon does not make the updates that Megatron's arguments say ({said})"
-        has = f"the scales {' and '.join(_SCALES)}, and 99 steps at most"
+        has = f"the scales {', '.join(_SCALES)}, and 99 steps at most"
         raise CheckpointError(f"{what}: it has {has}", where=where, do=DROP_OPTIMIZER)
     kept, (name, of_torch) = muon_settings([ParameterGroup(group)], where), scale
     transposed = next((row.hf[0] for row in rows if isinstance(row.rearrangement, Transposed)), None)
-    if transposed and name == "original":
+    if transposed and name != "match_rms_adamw":
         what = (
             f"{_module(transposed)} is [in, out] in its class, where torch's Muon scales an update by rows over columns"
         )
@@ -59,6 +63,8 @@ def torch_muon(
             f"its lr is {times:g} times the run's and its weight_decay as many times smaller, for its factor of an "
             f"update is {of_torch:g} where the run had {factor:g}"
         )
+    if name == "spectral_unclamped":
+        notes.append(f"PyTorch before 2.14 does not know its scale `{name}`, and takes 1 for it without an error")
     if args.get("muon_coefficient_type") != "simple":
         notes.append("it has one set of Newton-Schulz coefficients, the `simple` ones, where the run had others")
     notes += _otherwise_divided(rows, split_qkv=args.get("muon_split_qkv") is not False)

@@ -349,7 +349,8 @@ def test_momentum_goes_to_torchs_muon_and_back(place: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("mode", "factor"), [("spectral", 1.0), ("spectral", 0.2), ("shape_scaling", 1.0), ("shape_scaling", 0.5)]
+    ("mode", "factor"),
+    [("spectral", 1.0), ("spectral", 0.2), ("shape_scaling", 1.0), ("shape_scaling", 0.5), ("unit_rms_norm", 0.5)],
 )
 @pytest.mark.parametrize("rows_and_columns", [(24, 40), (40, 24)])
 def test_torchs_muon_is_set_to_make_megatrons_updates(mode: Any, factor: float, rows_and_columns: Any) -> None:
@@ -359,12 +360,16 @@ def test_torchs_muon_is_set_to_make_megatrons_updates(mode: Any, factor: float, 
     args = {key: getattr(ours, key) for key in MUON_KEYS}
     group, notes = torch_muon(args, {"lr": 0.02, "weight_decay": 0.1, "momentum": ours.muon_momentum}, [], Path())
     assert any("weight_decay as many times smaller" in note for note in notes) == (
-        factor != {"spectral": 0.2, "shape_scaling": 1.0}[mode]
+        factor != {"spectral": 0.2, "shape_scaling": 1.0, "unit_rms_norm": 1.0}[mode]
     )
+    assert any("PyTorch before 2.14 does not know" in note for note in notes) == (mode == "unit_rms_norm")
     weight, gradient = (torch.randn(rows_and_columns, generator=torch.Generator().manual_seed(n)) for n in (0, 1))
     theirs, made = nn.Parameter(weight.clone()), module(linear__weight=weight)
     judge = torch.optim.Muon([theirs])
     judge.param_groups[0].update(group)
+    if mode == "unit_rms_norm" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14):
+        scale = math.sqrt(rows_and_columns[0] / rows_and_columns[1])  # what `_adjust_lr` multiplies by from 2.14 on
+        judge.param_groups[0].update(lr=group["lr"] * scale, weight_decay=group["weight_decay"] / scale)
     theirs.grad = gradient
     judge.step()
     step(MasterMuon(made, LLAMA, ours), {"linear.weight": gradient}, 0.02)
@@ -374,7 +379,7 @@ def test_torchs_muon_is_set_to_make_megatrons_updates(mode: Any, factor: float, 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"muon_scale_mode": "unit_rms_norm"},
+        {"muon_scale_mode": "frobenius"},
         {"muon_scale_mode": ["spectral"]},
         {"muon_scale_mode": None},
         *(
@@ -459,8 +464,9 @@ def test_a_transposed_matrix_has_no_scale_by_rows_over_columns_in_torchs_muon(tm
     assert made.shape == (256, 64) and 1.8 < made.norm() / theirs.norm() < 2.2
     rows, group = rows_in_class(tmp_path, "gpt2"), {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
     args = {key: getattr(Optimizer(), key) for key in MUON_KEYS}
-    with pytest.raises(CheckpointError, match=r"`c_attn` is \[in, out\].*shape_scaling.*--drop-optimizer"):
-        torch_muon(args | {"muon_scale_mode": "shape_scaling"}, group, rows, Path())
+    for mode in ("shape_scaling", "unit_rms_norm"):
+        with pytest.raises(CheckpointError, match=rf"`c_attn` is \[in, out\].*{mode}.*--drop-optimizer"):
+            torch_muon(args | {"muon_scale_mode": mode}, group, rows, Path())
     assert torch_muon(args, group, rows, Path())[0]["adjust_lr_fn"] == "match_rms_adamw"
 
 
