@@ -15,9 +15,12 @@ import pico
 import pytest
 import repository
 import torch
+import torch.distributed.checkpoint as dcp
 from programs import run_program
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorProperties
 from trained_models import config_of, save, states, trained
 
 from precisionctl.checkpoints.base import WithOptimizer
@@ -79,6 +82,28 @@ def test_the_path_in_the_index_has_the_name_that_the_python_of_the_run_gave_it(
     index = (made / ".metadata").read_bytes()
     assert module.encode() in index and b"PosixPath" in index
     assert read_index(made).tensors
+
+
+@pytest.mark.parametrize("strides", [(), (None,), ((64, 1),)], ids=["before 2.15", "none", "as in 2.15"])
+def test_the_index_may_have_strides_and_is_written_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strides: tuple[Any, ...]
+) -> None:
+    """From PyTorch 2.15 on what is pickled of a tensor's properties has strides behind it (TensorProperties in
+    torch/distributed/checkpoint/metadata.py). Before, PyTorch takes five values and no more."""
+    before = TensorProperties.__getstate__
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*before(self)[:5], *strides))
+    model = pico.make("llama-3")
+    made = save(tmp_path / "dcp", {"model": model.state_dict()})
+    monkeypatch.undo()
+    conversions.run(made, tmp_path / "out", "hf", container="dcp", reference=config_of(model, tmp_path / "config"))
+    properties: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(TensorProperties, "__setstate__", lambda self, state: properties.append(state))
+    FileSystemReader(tmp_path / "out").read_metadata()
+    assert len(properties) == len(model.state_dict()) and {len(each) for each in properties} == {5}
+    monkeypatch.undo()
+    found = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+    dcp.load({"model": found}, storage_reader=FileSystemReader(tmp_path / "out"), no_dist=True)
+    assert_is(found, model.state_dict())
 
 
 def test_two_ranks_of_fsdp_with_their_optimizer(tmp_path: Path) -> None:
