@@ -30,6 +30,13 @@ def tensor(offset: object, shape: object, stride: object, name: object = "0") ->
     return PickledObject(Global("torch._utils", "_rebuild_tensor_v2"), (storage, offset, shape, stride, False, hooks))
 
 
+def untyped(shape: object, dtype: object) -> PickledObject:
+    storage = PersistentId(("storage", Global("torch.storage", "UntypedStorage"), "0", "cpu", 16))
+    hooks = PickledObject(Global("collections", "OrderedDict"), ())
+    arguments = (storage, 0, shape, (1,), False, hooks, dtype)
+    return PickledObject(Global("torch._utils", "_rebuild_tensor_v3"), arguments)
+
+
 WRONG = {
     "a shape beyond the storage": tensor(0, (5,), (1,)),
     "an offset beyond the storage": tensor(4, (1,), (1,)),
@@ -41,6 +48,9 @@ WRONG = {
     "a size that is text": tensor(0, ("2",), (1,)),
     "a storage that is not there": tensor(0, (1,), (1,), "7"),
     "a storage with the name of a path": tensor(0, (1,), (1,), "../../secret"),
+    "a shape beyond the bytes": untyped((5,), Global("torch", "uint32")),
+    "a dtype that is text": untyped((1,), "uint32"),
+    "a dtype that is a function": untyped((1,), Global("torch", "Size")),
 }
 
 
@@ -49,6 +59,8 @@ def test_a_tensor_that_lies_is_refused(tmp_path: Path, wrong: str) -> None:
     path = archive(tmp_path / "file", dumps({"model": {"a": WRONG[wrong]}}, 2), {"0": bytes(16)})
     with pytest.raises(DamagedCheckpoint):
         torch_zip.skeleton(path)
+    with pytest.raises(DamagedCheckpoint):
+        torch_zip.load(path.read_bytes(), path)
 
 
 def test_what_is_no_tensor_of_the_allow_list_is_refused(tmp_path: Path) -> None:

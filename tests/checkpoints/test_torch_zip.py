@@ -227,6 +227,23 @@ def test_a_skeleton_says_where_every_tensor_of_an_object_is(tmp_path):
         torch_zip.contiguous(found["turned"], "turned", "here")
 
 
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "uint16", "uint32", "uint64"])
+def test_dtypes_without_a_storage_class_are_located_and_loaded_too(tmp_path: Path, name: str) -> None:
+    """torch.save names their storage as bytes, and the dtype beside the shape (torch._utils._rebuild_tensor_v3)."""
+    dtype = getattr(torch, name)
+    tensor = torch.arange(128, dtype=torch.uint8).view(dtype).view(4, -1)
+    path, parameter = tmp_path / "file.pt", torch.nn.Parameter(tensor, requires_grad=False)
+    torch.save({"whole": tensor, "rows": tensor[1:3], "turned": tensor.t(), "parameter": parameter}, path)
+    found, loaded = torch_zip.skeleton(path), torch_zip.load(path.read_bytes(), path)
+    for key, expected in (("whole", tensor), ("rows", tensor[1:3]), ("parameter", tensor)):
+        for made in (torch_zip.read_located(path, found[key]), loaded[key]):
+            assert (made.dtype, made.shape) == (dtype, expected.shape), key
+            assert torch.equal(made.view(torch.uint8), expected.view(torch.uint8)), key
+    assert isinstance(found["turned"], torch_zip.StridedTensor)
+    torch.save(tensor, path)
+    assert torch_zip.one_tensor(Span(path, 0, path.stat().st_size), "a")[:2] == (DType(name), tuple(tensor.shape))
+
+
 def fill(archive: FileLayout[torch_zip_writer.Blank], path, tensors: list[torch.Tensor]) -> None:
     archive.write_around(path)
     with open(path, "r+b") as file:

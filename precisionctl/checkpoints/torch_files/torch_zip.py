@@ -193,6 +193,19 @@ def _rebuilt(values: torch.Tensor, offset: Any, size: Any, stride: Any, *_: Any)
     return safe_pickle.strided(values, offset, size, stride)
 
 
+def _rebuilt_as(
+    values: torch.Tensor, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, *_: Any
+) -> torch.Tensor:
+    """Stands in for torch._utils._rebuild_tensor_v3, of a dtype that has no storage class: `values` are bytes."""
+    return safe_pickle.strided(values.view(_checked(dtype).torch), offset, size, stride)
+
+
+def _checked(dtype: Any) -> DType:
+    if not isinstance(dtype, DType):
+        raise ValueError(f"{shown(dtype)} as a dtype")
+    return dtype
+
+
 def _parameter(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
     """Stands in for torch._utils._rebuild_parameter."""
     return tensor
@@ -203,7 +216,7 @@ def _with_attributes(rebuild: Any, _kind: Any, arguments: Any, state: Any) -> An
     its own."""
     if rebuild is dtensors.wrapper_subclass:
         return dtensors.rebuilt(arguments, state)
-    if rebuild not in (_rebuilt, _located, _parameter):
+    if rebuild not in (_rebuilt, _rebuilt_as, _located, _located_as, _parameter):
         raise ValueError(f"a tensor made by {shown(rebuild)}")
     return rebuild(*arguments)
 
@@ -222,9 +235,12 @@ class _Objects(dict[tuple[str, str], Any]):
         raise KeyError(key)
 
 
+_STORAGES = {**safe_pickle.STORAGES, ("torch.storage", "UntypedStorage"): DType.uint8}
+"""As safe_pickle's, and that of FP8 and of unsigned integers of more than 8 bits, which have no class of their own."""
+
 _OBJECTS = _Objects(
     {
-        **safe_pickle.STORAGES,
+        **_STORAGES,
         **safe_pickle.DTYPES,
         ("_codecs", "encode"): _latin1,
         ("_io", "BytesIO"): io.BytesIO,
@@ -237,6 +253,7 @@ _OBJECTS = _Objects(
         ("torch._tensor", "_rebuild_from_type_v2"): _with_attributes,
         ("torch._utils", "_rebuild_parameter"): _parameter,
         ("torch._utils", "_rebuild_tensor_v2"): _rebuilt,
+        ("torch._utils", "_rebuild_tensor_v3"): _rebuilt_as,
         ("torch.nn.parameter", "Parameter"): Inert,
     }
 )
@@ -276,12 +293,24 @@ def _located(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Loca
     return LocatedTensor(storage.dtype, shape, storage.offset + begin, part=length != storage.nbytes)
 
 
-_TENSOR: safe_pickle.Allowed = {
-    **safe_pickle.STORAGES,
+def _located_as(
+    storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, *_: Any
+) -> LocatedTensor | StridedTensor:
+    """As `_located`, of a dtype that has no storage class (torch._utils._rebuild_tensor_v3)."""
+    return _located(storage._replace(dtype=_checked(dtype)), offset, size, stride)
+
+
+_LOCATED: safe_pickle.Allowed = {
     ("torch._utils", "_rebuild_tensor_v2"): _located,
+    ("torch._utils", "_rebuild_tensor_v3"): _located_as,
+}
+_TENSOR: safe_pickle.Allowed = {
+    **_STORAGES,
+    **safe_pickle.DTYPES,
+    **_LOCATED,
     ("collections", "OrderedDict"): safe_pickle.ordered_dict,
 }
-_SKELETON = _Objects(_OBJECTS | {**dtensors.STAND_INS, ("torch._utils", "_rebuild_tensor_v2"): _located})
+_SKELETON = _Objects(_OBJECTS | {**dtensors.STAND_INS, **_LOCATED})
 
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, ..., length of the name, length of the extra field
