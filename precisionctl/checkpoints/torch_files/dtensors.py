@@ -1,7 +1,7 @@
 """PyTorch's DTensors in pickles: inert stand-ins for the classes that they name.
 
 A rank pickles its local tensor, and beside it a spec: the shape of the whole, and for each dimension of the mesh of
-ranks how the tensor is placed on it (torch/distributed/tensor/_dtensor_spec.py, of 2.4 to 2.13, in which the modules
+ranks how the tensor is placed on it (torch/distributed/tensor/_dtensor_spec.py, of 2.4 to 2.15, in which the modules
 moved). Of the mesh only the rank is needed: ranks are numbered in its order.
 """
 

@@ -2,7 +2,7 @@
 that are written later, and without importing torch.
 
 Records are not compressed, and start at multiples of 64 bytes. Facts from caffe2/serialize/inline_container.cc and
-third_party/miniz of PyTorch 2.11 to 2.13; tests compare the bytes with PyTorch's.
+third_party/miniz of PyTorch 2.11 to 2.15; tests compare the bytes with PyTorch's.
 """
 
 from __future__ import annotations
