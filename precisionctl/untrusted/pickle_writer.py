@@ -2,16 +2,15 @@
 
 `pickle.dumps` imports a class before it writes its name, and writes a memo that depends on which objects are shared.
 Here the bytes depend on the value alone: in the memo are classes and the names of fields, which make up most of an
-index otherwise. Only `dumps_with_memo` writes as pickle does.
+index otherwise.
 """
 
 import functools
 import io
 import pickle
 import struct
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import IO, Any, ClassVar, NamedTuple
+from typing import IO, Any, NamedTuple
 
 
 class Global(NamedTuple):
@@ -211,37 +210,3 @@ _ADD: Mapping[type, Callable[[Any, _Pickled], None]] = {
 
 def _length(data: bytes) -> bytes:
     return struct.pack("<I", len(data))
-
-
-def dumps_with_memo(value: object) -> bytes:
-    """What `pickle.dumps` writes with protocol 2, of a value in which the objects above stand for others. What is
-    shared in the value is shared in the pickle, a Global too."""
-    file = io.BytesIO()
-    _MemoPickler(file, protocol=2).dump(value)
-    return file.getvalue()
-
-
-class _MemoPickler(pickle._Pickler):
-    """CPython's Python pickler, which also knows the objects above."""
-
-    def persistent_id(self, value: object) -> tuple[object, ...] | None:
-        return value.identifier if isinstance(value, PersistentId) else None
-
-    def _save_global(self, value: Global) -> None:
-        self.write(_named(value))  # type: ignore[attr-defined]
-        self.memoize(value)  # type: ignore[attr-defined]
-
-    def _save_object(self, value: PickledObject) -> None:
-        self.save(value.make)  # type: ignore[attr-defined]
-        self.save(value.arguments)  # type: ignore[attr-defined]
-        self.write(pickle.NEWOBJ if value.new else pickle.REDUCE)  # type: ignore[attr-defined]
-        self.memoize(value)  # type: ignore[attr-defined]
-        if value.items:
-            # Python 3.14 also asks whose items they are, for errors
-            items = (value.items.items(), value) if sys.version_info >= (3, 14) else (value.items.items(),)
-            self._batch_setitems(*items)  # type: ignore[attr-defined]
-        if value.fields is not None:
-            self.save(value.fields)  # type: ignore[attr-defined]
-            self.write(pickle.BUILD)  # type: ignore[attr-defined]
-
-    dispatch: ClassVar[dict[Any, Any]] = {**pickle._Pickler.dispatch, Global: _save_global, PickledObject: _save_object}

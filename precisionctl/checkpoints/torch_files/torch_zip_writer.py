@@ -21,7 +21,7 @@ from precisionctl.checkpoints.output import FileLayout
 from precisionctl.checkpoints.torch_files.torch_zip_records import ALIGNMENT, lay_out_records
 from precisionctl.dtypes import DType
 from precisionctl.torch_when_used import torch
-from precisionctl.untrusted.pickle_writer import Global, PersistentId, PickledObject, dumps, dumps_with_memo
+from precisionctl.untrusted.pickle_writer import Global, PersistentId, PickledObject, dumps
 from precisionctl.untrusted.safe_pickle import STORAGES
 
 
@@ -85,11 +85,9 @@ def lay_out(value: object) -> FileLayout[Blank]:
 
 
 def dump(value: object) -> bytes:
-    """The bytes that torch.save writes for an object that `lay_out` does not change. Equal values give equal bytes."""
-    tensors: list[SmallTensor] = []
-    data = dumps_with_memo(_for_pickle(value, {}, tensors, {}))
-    (piece,) = lay_out_records(_records(data, tensors, 0)).pieces
-    return piece[1]
+    """The archive of `lay_out` as bytes, for an object without Blanks."""
+    ((_, archive),) = lay_out(value).pieces
+    return archive
 
 
 def _records(data: bytes, tensors: Sequence[SmallTensor], first: int) -> Iterator[tuple[str, bytes]]:
@@ -116,14 +114,13 @@ def _number(value: Any, blanks: dict[Blank, str]) -> None:
 def _for_pickle(
     value: Any, blanks: Mapping[Blank, str], tensors: list[SmallTensor], shared: dict[int, object]
 ) -> object:
-    """Translate a value into one that `pickle_writer` takes. Equal strings become one object, because a memo depends on
-    which objects are shared. Tensors are added to `tensors` and named after the Blanks; `shared` has PyTorch's tensors
-    by `id`."""
+    """Translate a value into one that `pickle_writer` takes. Tensors are added to `tensors` and named after the Blanks;
+    `shared` has PyTorch's tensors by `id`."""
     translated = functools.partial(_for_pickle, blanks=blanks, tensors=tensors, shared=shared)
-    if type(value) is str:
-        return sys.intern(value)
-    if value is None or isinstance(value, bytes | int | float):
+    if value is None or isinstance(value, str | int | float):
         return value
+    if isinstance(value, bytes):  # torch.load with weights_only knows no opcode for them
+        return PickledObject(_ENCODE, (value.decode("latin1"), "latin1"))
     if isinstance(value, Blank):
         return _tensor(value, blanks[value])
     if isinstance(value, SmallTensor):
@@ -132,7 +129,7 @@ def _for_pickle(
     if isinstance(value, DType):
         return _DTYPES[value]
     if isinstance(value, io.BytesIO):
-        return PickledObject(_BYTES_IO, (), new=True, fields=(value.getvalue(), 0, None))
+        return PickledObject(_BYTES_IO, (), new=True, fields=(translated(value.getvalue()), 0, None))
     if isinstance(value, argparse.Namespace):
         fields: Any = translated(vars(value))
         return PickledObject(_NAMESPACE, (), new=True, fields=fields or None)
@@ -160,6 +157,7 @@ def _tensor(tensor: Blank | SmallTensor, name: str) -> PickledObject:
 
 _REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
 _ORDERED_DICT = Global("collections", "OrderedDict")
+_ENCODE = Global("_codecs", "encode")
 _BYTES_IO = Global("_io", "BytesIO")
 _NAMESPACE = Global("argparse", "Namespace")
 _DTYPES = {dtype: Global("torch", dtype.value) for dtype in DType}
