@@ -184,7 +184,7 @@ class Row:
 
     def places(self, model: ModelShape) -> Iterator[Place]:
         """The numbers (layer, expert, ...) of every parameter that this row describes, in order."""
-        for place in self._in_layers(model):
+        for place in self.in_each_layer(model):
             if self.of_experts:
                 yield from ({**place, "expert": expert} for expert in self._experts(model))
             else:
@@ -192,9 +192,9 @@ class Row:
 
     def count(self, model: ModelShape) -> int:
         """How many places there are. Those of experts are not listed, as a config may claim any number."""
-        return sum(1 for _ in self._in_layers(model)) * (len(self._experts(model)) if self.of_experts else 1)
+        return sum(1 for _ in self.in_each_layer(model)) * (len(self._experts(model)) if self.of_experts else 1)
 
-    def _in_layers(self, model: ModelShape) -> Iterator[Place]:
+    def in_each_layer(self, model: ModelShape) -> Iterator[Place]:
         """A place in each layer that has the row, or one outside of layers."""
         if self.of_prediction:
             if self._in_layer(model.of_prediction, model.num_layers - 1):
@@ -220,7 +220,7 @@ class Row:
         if model.heterogeneous is None or "{layer}" not in self.megatron:
             return (self,)
         sized: dict[tuple[int, ...], list[int]] = {}
-        for place in self._in_layers(model):
+        for place in self.in_each_layer(model):
             sized.setdefault(model.heterogeneous.of_layer(place["layer"]), []).append(place["layer"])
         return tuple(replace(self, numbers=tuple(layers)) for layers in sized.values())
 

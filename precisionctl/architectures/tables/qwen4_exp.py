@@ -102,11 +102,13 @@ def _tables(model: ModelShape) -> tuple[Either, ...]:
     for layer, has_ngrams in enumerate(model.ple.layers):
         if not has_ngrams:
             continue
-        name = f"layers.{layer}.ple.ple_embedding.ngram_embedding."
+        name = "layers.{layer}.ple.ple_embedding.ngram_embedding."
         rows = model.ple.table_rows(layer)
         high = -(-rows // model.ple.split_parts)
         parts = -(-rows // high)
-        whole = Row(f"model.{name}weight", f"decoder.{name}weight", (rows, "ple.head_dim"), parallel=COLUMNS)
+        whole = Row(
+            f"model.{name}weight", f"decoder.{name}weight", (rows, "ple.head_dim"), parallel=COLUMNS, numbers=(layer,)
+        )
         shards = tuple(f"model.{name}shard_{part}.weight" for part in range(parts))
         tables.append(Either((replace(whole, names=shards, rearrangement=Chunks(parts)),), in_memory=(whole,)))
     return tuple(tables)

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.precision import PRESETS
-from precisionctl.trainer.measure import flops, parameters
+from precisionctl.trainer.measure import flops
 from precisionctl.trainer.measure.flops import bf16_peak, training_flops
 from precisionctl.trainer.model.attention.core_attention import SINK_CHANNELS
 from precisionctl.trainer.model.gpt import GPT
@@ -116,7 +116,9 @@ def _indexer(model: ModelShape, lengths: list[int]) -> int:
         return 0
     of_key = model.msa.block_size if model.msa.averaged else 1
     pairs = sum(length * -(-length // of_key) for length in lengths)
-    return 2 * (sum(lengths) * parameters.indexer(model) + pairs * model.msa.query_size)
+    return 2 * (
+        sum(lengths) * model.hidden_size * (model.msa.query_size + model.msa.head_dim) + pairs * model.msa.query_size
+    )
 
 
 def _beside_streams(model: ModelShape, lengths: list[int]) -> int:
@@ -126,12 +128,14 @@ def _beside_streams(model: ModelShape, lengths: list[int]) -> int:
     if model.altup:  # two routers, coefficients, and streams that are mixed
         mixed = model.altup.mixing_size * model.hidden_size
         routed = model.altup.num_inputs * model.hidden_size
-        return 6 * tokens * model.num_layers * (parameters.connections(model) + routed + mixed)
+        coefficients = model.altup.num_inputs * (model.altup.num_inputs + model.altup.mixing_size)
+        return 6 * tokens * model.num_layers * (2 * routed + coefficients + mixed)
     if mhc is None:
         return 0
     number, streams = mhc.num_residual_streams, model.streams_size
     if mhc.lowrank:
-        beside = 6 * tokens * (parameters.connections(model) * model.num_layers + 2 * mhc.lowrank * streams)
+        joined = 2 * (2 * mhc.lowrank + number) * streams * model.num_layers
+        beside = 6 * tokens * (joined + 2 * mhc.lowrank * streams)
         if model.ple:
             taps = model.ple.conv_kernel_dim
             beside += sum(model.ple.layers) * (6 * tokens * taps * streams + _of_all(taps, streams, tokens))

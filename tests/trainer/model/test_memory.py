@@ -291,8 +291,15 @@ def test_parameters_are_those_of_the_model_but_for_norms_biases_and_convolutions
     for family in families:
         model = replace(shape(family), stores_unused=family == "gemma4-small")
         gpt = GPT(model, recipe().precision, device="meta")
-        expected = sum(each.numel() for each in gpt.parameters() if each.dim() == 2 and len(each) > 1)  # no gate
-        assert Parameters.of(model).all == expected, family
+        found = Parameters.of(model)
+        assert found.all == matrices(gpt), family
+        each = [dense + experts for dense, experts in zip(found.dense, found.experts, strict=True)]
+        assert each == [matrices(layer) for layer in gpt.decoder.layers], family
+
+
+def matrices(module: torch.nn.Module) -> int:
+    """The number of parameters in matrices; gates, of one row, are none."""
+    return sum(each.numel() for each in module.parameters() if each.dim() == 2 and len(each) > 1)
 
 
 LLAMA_8B = ModelShape("llama", 32, 4096, 14336, 32, 8, 128, 128256, 128256, 8192)
