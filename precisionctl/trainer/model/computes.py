@@ -1,68 +1,14 @@
-"""Which models GPT computes: each field of ModelShape is here, with what it is not computed beside."""
+"""Which models GPT computes: what it does not compute beside what.
+
+It heeds every field of ModelShape but those of names, storage and prediction layers, from which no logits come
+(tests/architectures/test_same_model.py changes each one). `positions.py` has the kinds of `rope_scaling`.
+"""
 
 from collections.abc import Iterator, Mapping
 
 from precisionctl.errors import UnknownArchitecture, shown
 from precisionctl.model.model_fields import PARTS
 from precisionctl.model.model_shape import ModelShape
-
-COMPUTED = frozenset(
-    " ".join(
-        (
-            "architecture wrapper",  # names
-            "make_vocab_size_divisible_by hf_zero_centered_gamma hf_expert_bias unread_positions",  # storage
-            "mtp_num_layers mtp_dense mtp_output_layers",  # carried along: no logits come from them
-            "num_layers hidden_size ffn_hidden_size vocab_size padded_vocab_size max_position_embeddings",
-            "norm_epsilon normalization zero_centered_gamma norm_bias norm_weight pre_layernorms final_gamma_whole",
-            "post_layernorms post_norm_epsilon scaled_post_layernorms norm_gate_rank layer_scalar",
-            "parallel_residual shared_layernorm residual_multiplier residual_gate_temperature attn_res_block_size",
-            "laurel_rank activation gated_linear_unit activation_clamp glu_offset swiglu_limits activation_sparsity",
-            "use_double_wide_mlp",
-            "position_embedding lerope rope_layers rotary_base rotary_base_local rotary_percent rotary_interleaved",
-            "rope_scaling",  # its kinds: `_SCALINGS` in `positions.py`
-            "num_attention_heads num_query_groups kv_channels v_head_dim num_kv_shared_layers",
-            "sliding_window window_layers attention_chunk_size",
-            "query_pre_attn_scalar query_scaling_beta query_scaling_floor softmax_scaling softmax_offset",
-            "attn_logit_softcapping clip_qkv qk_layernorm qk_layernorm_over_heads qk_layernorm_after_rope",
-            "qk_l2_norm qk_l2_norm_everywhere v_l2_norm keys_are_values attention_value_scale",
-            "attention_output_gate attention_output_norm head_wise_attn_gate linear_gate stores_unused",
-            "embedding_multiplier rounded_embedding_multiplier embedding_norm embedding_layernorm per_layer_embed_dim",
-            "per_layer_vocab_size",
-            "tied_embeddings logit_multiplier logits_scaling final_logit_softcapping",
-            "qkv_bias proj_bias mlp_bias output_bias add_bias_linear add_qkv_bias",
-            "global_attention global_attention.num_attention_heads global_attention.num_query_groups",
-            "global_attention.kv_channels global_attention.keys_are_values global_attention.rotary_percent",
-            "global_attention.softmax_offset",
-            "mla mla.q_lora_rank mla.kv_lora_rank mla.qk_head_dim mla.qk_pos_emb_head_dim mla.v_head_dim",
-            "mla.query_gate mla.nope_keys_by_head mla.kv_source_layers",
-            "dsa dsa.n_heads dsa.head_dim dsa.topk dsa.layers dsa.rope_interleaved dsa.kpool",  # `longest_text`
-            "msa msa.n_heads msa.head_dim msa.block_size msa.topk_blocks msa.local_blocks msa.layers msa.averaged",
-            "csa csa.pattern csa.window_size csa.q_lora_rank csa.o_groups csa.o_lora_rank csa.n_heads csa.head_dim",
-            "csa.topk",
-            "mhc mhc.num_residual_streams mhc.mhc_sinkhorn_iterations mhc.epsilon mhc.magnitude mhc.lowrank",
-            "mhc.mean_head",
-            "altup altup.num_inputs altup.coef_clip",
-            "ple ple.layers ple.embed_dim ple.conv_kernel_dim ple.ngram_size ple.heads_per_ngram",
-            "ple.vocab_size_base ple.vocab_divisor ple.split_parts ple.end_token",
-            "moe moe.num_experts moe.topk moe.ffn_hidden_size moe.shared_ffn_hidden_size moe.layer_freq",
-            "moe.score_function moe.pre_softmax moe.topk_scaling_factor moe.logit_multiplier moe.sparsemixer_eps",
-            "moe.expert_bias moe.expert_bias_on_logits moe.router_bias moe.n_hash_layers",
-            "moe.num_groups moe.group_topk moe.group_scores",
-            "moe.latent_size moe.latent_norm moe.probs_on_input moe.activation_clamp moe.swiglu_limits",
-            "moe.shared_expert_gate moe.shared_average moe.own_norms moe.expert_norms moe.post_layernorm",
-            "gdn gdn.layers gdn.num_key_heads gdn.num_value_heads gdn.key_head_dim gdn.value_head_dim",
-            "gdn.conv_kernel_dim gdn.allow_neg_eigval gdn.norm_epsilon gdn.output_gate",
-            "gdn.kda gdn.kda_lora_rank gdn.kda_lower_bound gdn.kda_full_gate",
-            "short_conv short_conv.layers short_conv.kernel_dim",
-            "mamba mamba.pattern mamba.num_heads mamba.head_dim mamba.num_groups mamba.state_dim mamba.dt_rank",
-            "mamba.gated_norm mamba.bcdt_layernorm mamba.bcdt_l2_norm_epsilon",
-            "heterogeneous heterogeneous.num_query_groups heterogeneous.ffn_hidden_size",
-            "multipliers multipliers.attention_in multipliers.attention_out multipliers.key multipliers.mlp",
-            "multipliers.ssm_in multipliers.ssm_out multipliers.ssm",
-        )
-    ).split()
-)
-"""Every field that GPT heeds, or that says nothing of what is computed."""
 
 KNOWN_VALUES: Mapping[str, tuple[object, ...]] = {
     "normalization": ("RMSNorm", "LayerNorm"),
@@ -208,9 +154,7 @@ ONLY_BESIDE: Mapping[str, str] = {
 def check(model: ModelShape) -> None:
     """Raise UnknownArchitecture for a model of which GPT does not compute all, naming each field."""
     values = dict(named_values(model))
-    refused = [
-        name for name, value in values.items() if name not in COMPUTED or value not in KNOWN_VALUES.get(name, (value,))
-    ]
+    refused = [name for name, known in KNOWN_VALUES.items() if name in values and values[name] not in known]
     refused += [
         name
         for part, computed in COMPUTED_BESIDE.items()
