@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
 
 import numpy as np
 
@@ -143,41 +143,26 @@ class FirstRowBehind(RowMove):
 
 
 @dataclass(frozen=True)
-class RotaryNeighbours(RowMove):
-    """The two rows of a rotary pair are neighbours in GGUF, and in the two halves of a head in Hugging Face. `heads` is
-    their number; None: as many as have the model's `kv_channels`."""
+class RotaryPairs(RowMove):
+    """The two rows of a rotary pair are `neighbours` in GGUF or in Hugging Face. In the other they are in two halves:
+    Hugging Face's of a whole head, GGUF's of what turns of it, before what does not. `heads` is their number; None: as
+    many as have the model's `kv_channels`."""
 
+    neighbours: Literal["gguf", "hf"]
     heads: int | None = None
 
     def to_parts(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
-        return (self._exchanged(values, as_neighbours=True, model=model),)
+        return (self._exchanged(values, as_neighbours=self.neighbours == "gguf", model=model),)
 
     def to_hf(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
-        return self._exchanged(parts[0], as_neighbours=False, model=model)
+        return self._exchanged(parts[0], as_neighbours=self.neighbours == "hf", model=model)
 
     def _exchanged(self, rows: Movable, *, as_neighbours: bool, model: ModelShape) -> Movable:
         size = model.kv_channels if self.heads is None else len(rows) // self.heads
         if size % 2 or not size or len(rows) % size or len(rows) % (self.heads or 1):
             raise DamagedCheckpoint(f"{len(rows)} rows are no heads of {size}, in pairs")
         by_head = rows.reshape(len(rows) // size, size, *rows.shape[1:])
-        return rows_of_groups(pairs_exchanged(by_head, as_neighbours=as_neighbours))
-
-
-class RotaryHalves(RowMove):
-    """The other way round: pairs are neighbours in Hugging Face, and in GGUF in the two halves of what turns of a head,
-    before what does not turn."""
-
-    def to_parts(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
-        return (self._exchanged(values, as_neighbours=False, model=model),)
-
-    def to_hf(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
-        return self._exchanged(parts[0], as_neighbours=True, model=model)
-
-    def _exchanged(self, rows: Movable, *, as_neighbours: bool, model: ModelShape) -> Movable:
-        size, turned = model.kv_channels, model.rotary_size
-        if len(rows) % size:
-            raise DamagedCheckpoint(f"{len(rows)} rows are no heads of {size}")
-        by_head = rows.reshape(len(rows) // size, size, *rows.shape[1:])
+        turned = size if self.neighbours == "gguf" else model.rotary_size
         turning, others = cut_into(by_head, [turned, size - turned], 1)
         return rows_of_groups(concatenated([pairs_exchanged(turning, as_neighbours=as_neighbours), others], 1))
 
@@ -196,11 +181,16 @@ class QKVOfGroups(RowMove):
         return QKV.merge(cut_into(parts[0], [len(parts[0]) - 2 * keys, keys, keys]), model)
 
 
-class GateThenUp(RowMove):
-    """Two parts; in Hugging Face one tensor, of all rows of the first, then all of the second."""
+@dataclass(frozen=True)
+class EqualParts(RowMove):
+    """`count` parts of equally many rows; in Hugging Face one tensor, of all rows of the first, then of the second."""
+
+    count: int
 
     def to_parts(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
-        return tuple(cut_into(values, [len(values) // 2, len(values) - len(values) // 2]))
+        if len(values) % self.count:
+            raise DamagedCheckpoint(f"{len(values)} rows are no {self.count} tensors of equally many")
+        return tuple(cut_into(values, [len(values) // self.count] * self.count))
 
     def to_hf(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
         return concatenated(parts)
@@ -410,11 +400,10 @@ def no_parts(shapes: Sequence[Shape]) -> DamagedCheckpoint:
 
 
 SAME = AsItIs()
-ROTARY_NEIGHBOURS = RotaryNeighbours()
-ROTARY_HALVES = RotaryHalves()
+ROTARY_NEIGHBOURS, ROTARY_HALVES = RotaryPairs("gguf"), RotaryPairs("hf")
 QKV_OF_GROUPS = QKVOfGroups()
 TRANSPOSED = TransposedMatrix()
-GATE_THEN_UP = GateThenUp()
+GATE_THEN_UP, THREE_EQUAL = EqualParts(2), EqualParts(3)
 GATE_UP_IN_TURNS = GateUpInTurns()
 PLUS_ONE = PlusOne()
 DECAY, BOUNDED_DECAY = Decay(), Decay(sign=1)

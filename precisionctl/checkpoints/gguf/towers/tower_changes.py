@@ -18,19 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class QueriesKeysValues(RowMove):
-    """Three parts of equally many rows; in Hugging Face one tensor, of all rows of the first, of the second and of the
-    third."""
-
-    def to_parts(self, values: Movable, model: ModelShape) -> tuple[Movable, ...]:
-        if len(values) % 3:
-            raise DamagedCheckpoint(f"{len(values)} rows are no queries, keys and values")
-        return tuple(cut_into(values, [len(values) // 3] * 3))
-
-    def to_hf(self, parts: Sequence[Movable], model: ModelShape) -> Movable:
-        return concatenated(parts)
-
-
 @dataclass(frozen=True)
 class AxesApart(RowMove):
     """Queries, keys and values in one tensor, of so many `heads`. Rotary pairs of queries and keys go by column and by
@@ -127,7 +114,6 @@ class Softplus(ValueChange):
         return (wide + torch.log(-torch.expm1(-wide))).float()
 
 
-THREE_EQUAL = QueriesKeysValues()
 FRAMES = KernelOfFrames()
 COLOURS_LAST = KernelOfPatches()
 NUMBER = Number()

@@ -21,7 +21,8 @@ from precisionctl.checkpoints.gguf.towers.tower import (
     no_tower,
     norm,
 )
-from precisionctl.checkpoints.gguf.towers.tower_changes import FRAMES, THREE_EQUAL
+from precisionctl.checkpoints.gguf.towers.tower_changes import FRAMES
+from precisionctl.checkpoints.tensor_changes import THREE_EQUAL
 from precisionctl.errors import shown
 
 _EPSILON = np.float32(1e-6)
