@@ -10,8 +10,8 @@ from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import all_but_every, layer_types, layers_in_window, sliding_window
 from precisionctl.architectures.head_rearrangements import QGKV
 from precisionctl.architectures.param_map import Architecture, Row, renamed
-from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama, moe_rows as moe
+from precisionctl.architectures.shared.llama_keys import llama_keys
 from precisionctl.param import ROWS
 
 _LOCAL = all_but_every(4, "global_attn_every_n_layers")
@@ -48,10 +48,7 @@ ARCHITECTURE = Architecture(
     model_types={"afmoe": "AfmoeForCausalLM"},
     behind={"mlp": "post_mlp_layernorm", "experts": "shared_experts"},
     rows=(*(row.renamed(_RENAMED) for row in deepseek_rows.decoder(_ATTENTION)), *_NORMS_AFTER),
-    config=(
-        *keys.SIZES,
-        keys.heads(head_dim=128),
-        keys.SILU,
+    config=llama_keys(
         keys.Only("attention_bias", False),
         keys.Always("qk_layernorm", True),
         keys.Always("attention_output_gate", True),
@@ -72,14 +69,15 @@ ARCHITECTURE = Architecture(
         keys.Only("n_group", 1),
         keys.Only("topk_group", 1),
         keys.Key("moe.topk_scaling_factor", "route_scale", 1.0),
-        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
-        rope(),
-        keys.Rule(
-            _WINDOW.keys,
-            lambda config: {**_WINDOW.read(config), "rope_layers": tuple(layers_in_window(config, _LOCAL))},
-            lambda model: {**_WINDOW.write(model), "layer_types": layer_types(model)},
+        heads=keys.heads(head_dim=128),
+        epsilon=1e-5,
+        after_rotary=(
+            keys.Rule(
+                _WINDOW.keys,
+                lambda config: {**_WINDOW.read(config), "rope_layers": tuple(layers_in_window(config, _LOCAL))},
+                lambda model: {**_WINDOW.write(model), "layer_types": layer_types(model)},
+            ),
         ),
-        keys.tied(False),
     ),
     names_by="this project",
 )

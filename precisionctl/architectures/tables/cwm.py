@@ -7,6 +7,7 @@ from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import but_first_of_four, sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import LLAMA3, rope
+from precisionctl.architectures.shared.llama_keys import llama_keys
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
 
 _LENGTH = 8192  # where none is said
@@ -17,15 +18,14 @@ ARCHITECTURE = Architecture(
     model_types={"cwm": "CwmForCausalLM"},
     rows=LLAMA.rows,
     config=(
-        *keys.SIZES,
-        keys.heads(num_key_value_heads=8, head_dim=128),
-        keys.SILU,
-        keys.Only("attention_bias", False),
-        keys.Key("mlp_bias", "mlp_bias", False),
-        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
-        rope(1000000.0, scaling=_ROPE),
-        sliding_window(but_first_of_four, absent=_LENGTH),
-        keys.tied(False),
+        *llama_keys(
+            keys.Only("attention_bias", False),
+            keys.Key("mlp_bias", "mlp_bias", False),
+            heads=keys.heads(num_key_value_heads=8, head_dim=128),
+            epsilon=1e-5,
+            rotary=rope(1000000.0, scaling=_ROPE),
+            after_rotary=(sliding_window(but_first_of_four, absent=_LENGTH),),
+        ),
         # its class takes no null for these, whether or not a layer has the window
         keys.Rule((), write=lambda model: {"bos_token_id": 128000, "sliding_window": model.sliding_window or _LENGTH}),
     ),

@@ -7,18 +7,14 @@ Traps: without `norm_topk_prob`, which is its class's default, it is another mod
 from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import from_max_window_layers, sliding_window
 from precisionctl.architectures.param_map import Architecture
-from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama
+from precisionctl.architectures.shared.llama_keys import llama_keys
 
 ARCHITECTURE = Architecture(
     model_types={"dots1": "Dots1ForCausalLM"},
     behind={"gate": "experts"},
     rows=deepseek_rows.decoder((*llama.ATTENTION_NORM, *llama.ATTENTION)),
-    config=(
-        *keys.SIZES,
-        keys.heads(num_key_value_heads=32),
-        keys.ATTENTION_BIAS,
-        keys.SILU,
+    config=llama_keys(
         keys.Always("qk_layernorm", True),
         *deepseek_keys.experts(shared=None, dense=0),
         keys.Always("moe.score_function", "sigmoid"),
@@ -26,9 +22,10 @@ ARCHITECTURE = Architecture(
         keys.Only("norm_topk_prob", True, absent=False),
         deepseek_keys.groups(1, 1),
         keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
-        keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
-        rope(),
-        sliding_window(from_max_window_layers(62), absent=4096, null_is_none=True, also=("max_window_layers",)),
-        keys.tied(False),
+        heads=keys.heads(num_key_value_heads=32),
+        attention_bias=True,
+        after_rotary=(
+            sliding_window(from_max_window_layers(62), absent=4096, null_is_none=True, also=("max_window_layers",)),
+        ),
     ),
 )

@@ -11,6 +11,7 @@ from precisionctl.architectures.param_map import Architecture, Either, Row, rena
 from precisionctl.architectures.rearrangements import SQUEEZED
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama, moe_rows as moe
+from precisionctl.architectures.shared.llama_keys import llama_keys
 from precisionctl.model.model_shape import ModelShape
 
 
@@ -40,10 +41,7 @@ ARCHITECTURE = Architecture(
     rows=deepseek_rows.decoder(
         (*llama.ATTENTION_NORM, *llama.ATTENTION), routing=(*moe.WIDE_ROUTER, _BIAS, *moe.SHARED_EXPERTS)
     ),
-    config=(
-        *keys.SIZES,
-        keys.heads(num_key_value_heads=4),
-        keys.SILU,
+    config=llama_keys(
         keys.Only("use_bias", False),
         keys.Key("moe.num_experts", "moe_num_experts", 64, synonym="num_experts"),
         keys.Key("moe.topk", "moe_k", 6, synonym="num_experts_per_tok"),
@@ -52,10 +50,11 @@ ARCHITECTURE = Architecture(
         keys.Rule(("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"), _read_layers, _write_layers),
         keys.Only("moe_norm_min", 1e-12),
         keys.Always("moe.expert_bias", True),
-        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
         keys.Always("rotary_interleaved", True),
-        rope(500000.0),
-        keys.tied(True),
+        heads=keys.heads(num_key_value_heads=4),
+        epsilon=1e-5,
+        rotary=rope(500000.0),
+        tied=True,
     ),
     names_by="Megatron-Bridge",
 )

@@ -13,8 +13,8 @@ from precisionctl.architectures.config_layers import (
     write_layer_types,
 )
 from precisionctl.architectures.param_map import Architecture
-from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama
+from precisionctl.architectures.shared.llama_keys import llama_keys
 
 
 def windows(local: Local, absent: int, also: tuple[str, ...] = ()) -> tuple[keys.Entry, ...]:
@@ -36,17 +36,13 @@ WINDOWS = windows(all_but_every(4, _PATTERN), absent=4096, also=(_PATTERN,))
 ARCHITECTURE = Architecture(
     model_types={"exaone4": "Exaone4ForCausalLM"},
     rows=llama.model_rows(*llama.ATTENTION, *llama.POST_ATTENTION_NORM, *llama.MLP, *llama.POST_MLP_NORM),
-    config=(
-        *keys.SIZES,
-        keys.heads(num_key_value_heads=32),
-        keys.SILU,
+    config=llama_keys(
         keys.Always("qk_layernorm", True),
         keys.Always("pre_layernorms", False),
         keys.Always("post_layernorms", True),
-        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
-        rope(),
-        *WINDOWS,
-        keys.tied(False),
+        heads=keys.heads(num_key_value_heads=32),
+        epsilon=1e-5,
+        after_rotary=WINDOWS,
     ),
     names_by="Megatron-Bridge",
 )

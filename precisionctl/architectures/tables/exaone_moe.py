@@ -7,9 +7,9 @@ build it so).
 
 from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, Either, renamed
-from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.shared.delta_net_rows import DENSE, prediction
+from precisionctl.architectures.shared.llama_keys import llama_keys
 from precisionctl.architectures.tables.exaone4 import WINDOWS
 
 _BIAS = Either(renamed(moe.EXPERT_BIAS, {"mlp.gate.": "mlp."}), in_memory=moe.EXPERT_BIAS)
@@ -29,10 +29,7 @@ ARCHITECTURE = Architecture(
         ),
         *prediction(*DENSE),
     ),
-    config=(
-        *keys.SIZES,
-        keys.heads(num_key_value_heads=32),
-        keys.SILU,
+    config=llama_keys(
         keys.Always("qk_layernorm", True),
         keys.Key("moe.num_experts", "num_experts"),
         keys.Key("moe.topk", "num_experts_per_tok", 8),
@@ -50,14 +47,15 @@ ARCHITECTURE = Architecture(
         keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.5),
         keys.Only("swiglu_limits", None),
         keys.Only("sliding_windows", None),
-        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
-        rope(),
-        *WINDOWS,
-        keys.Rule(
-            ("num_nextn_predict_layers",),
-            _read_prediction,
-            lambda model: {"num_nextn_predict_layers": model.mtp_num_layers},
+        heads=keys.heads(num_key_value_heads=32),
+        epsilon=1e-5,
+        after_rotary=(
+            *WINDOWS,
+            keys.Rule(
+                ("num_nextn_predict_layers",),
+                _read_prediction,
+                lambda model: {"num_nextn_predict_layers": model.mtp_num_layers},
+            ),
         ),
-        keys.tied(False),
     ),
 )

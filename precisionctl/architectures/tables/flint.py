@@ -10,8 +10,8 @@ from dataclasses import replace
 from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import layers_in_window, window_fields, write_window
 from precisionctl.architectures.param_map import Architecture, Either, renamed
-from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
+from precisionctl.architectures.shared.llama_keys import llama_keys
 from precisionctl.architectures.shared.moe_keys import experts_by_number, scores
 from precisionctl.architectures.tables.gpt_oss import SINKS
 
@@ -42,11 +42,7 @@ ARCHITECTURE = Architecture(
         *moe.SHARED_EXPERT,
         *moe.EXPERTS,
     ),
-    config=(
-        *keys.SIZES,
-        keys.heads(num_key_value_heads=4, head_dim=128),
-        keys.ATTENTION_BIAS,
-        keys.SILU,
+    config=llama_keys(
         keys.Always("qk_layernorm", True),
         keys.Always("softmax_offset", True),
         keys.Key("moe.num_experts", "num_experts", 256),
@@ -56,9 +52,8 @@ ARCHITECTURE = Architecture(
         keys.Key("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 1024),
         keys.Always("moe.score_function", "sigmoid"),
         scores(True),
-        keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
-        rope(),
-        keys.Rule(("layer_types", "sliding_window"), _read_windows, write_window),
-        keys.tied(False),
+        heads=keys.heads(num_key_value_heads=4, head_dim=128),
+        attention_bias=True,
+        after_rotary=(keys.Rule(("layer_types", "sliding_window"), _read_windows, write_window),),
     ),
 )

@@ -8,16 +8,14 @@ from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, renamed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama
+from precisionctl.architectures.shared.llama_keys import llama_keys
 
-COMMON: tuple[keys.Entry, ...] = (
-    *keys.SIZES,
-    keys.heads(num_key_value_heads=2, head_dim=128),
-    keys.SILU,
+COMMON: tuple[keys.Entry, ...] = llama_keys(
     keys.Key("qkv_bias", "attention_bias", True),
-    keys.Key("norm_epsilon", "rms_norm_eps", 1.5625e-7),
     keys.Always("rotary_interleaved", True),
-    rope(percent=0.5, partial=True),
-    keys.tied(False),
+    heads=keys.heads(num_key_value_heads=2, head_dim=128),
+    epsilon=1.5625e-7,
+    rotary=rope(percent=0.5, partial=True),
 )
 
 ARCHITECTURE = Architecture(

@@ -12,6 +12,7 @@ from precisionctl.architectures.param_map import Architecture, Either, Row, rena
 from precisionctl.architectures.rearrangements import SAME, Alternating, Rearrangement, Transposed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
+from precisionctl.architectures.shared.llama_keys import llama_keys
 from precisionctl.architectures.shared.moe_keys import INTERMEDIATE_SIZE_OF_EXPERTS
 from precisionctl.param import COLUMNS, GATED_ROWS, ROWS, Parallel
 
@@ -74,10 +75,7 @@ ARCHITECTURE = Architecture(
             layers="moe",
         ),
     ),
-    config=(
-        *keys.SIZES,
-        keys.heads(num_key_value_heads=8, head_dim=64),
-        keys.SILU,
+    config=llama_keys(
         keys.Only("swiglu_alpha", 1.702, "activation", "quick_gelu"),
         keys.Key("activation_clamp", "swiglu_limit", 7.0),
         keys.Always("glu_offset", 1.0),
@@ -89,9 +87,9 @@ ARCHITECTURE = Architecture(
         keys.Key("moe.topk", "num_experts_per_tok"),
         INTERMEDIATE_SIZE_OF_EXPERTS,
         keys.Always("moe.router_bias", True),
-        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
-        rope(150000.0, scaling=_YARN),
-        sliding_window(every_other, absent=128),
-        keys.tied(False),
+        heads=keys.heads(num_key_value_heads=8, head_dim=64),
+        epsilon=1e-5,
+        rotary=rope(150000.0, scaling=_YARN),
+        after_rotary=(sliding_window(every_other, absent=128),),
     ),
 )

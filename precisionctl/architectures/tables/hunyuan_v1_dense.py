@@ -7,6 +7,7 @@ from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, renamed
 from precisionctl.architectures.rope import rope, rope_type, rotary_parameters
 from precisionctl.architectures.shared import llama_rows as llama
+from precisionctl.architectures.shared.llama_keys import llama_keys
 from precisionctl.model.model_parts import real
 
 _ROPE = rope()
@@ -29,15 +30,11 @@ ATTENTION = renamed(llama.ATTENTION, {"q_norm": "query_layernorm", "k_norm": "ke
 ARCHITECTURE = Architecture(
     model_types={"hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM"},
     rows=llama.model_rows(*llama.ATTENTION_NORM, *ATTENTION, *llama.MLP_NORM, *llama.MLP),
-    config=(
-        *keys.SIZES,
-        keys.HEADS,
-        keys.ATTENTION_BIAS,
-        keys.SILU,
+    config=llama_keys(
         keys.Always("qk_layernorm", True),
         keys.Always("qk_layernorm_after_rope", True),
-        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
-        ROPE,
-        keys.tied(False),
+        attention_bias=True,
+        epsilon=1e-5,
+        rotary=ROPE,
     ),
 )

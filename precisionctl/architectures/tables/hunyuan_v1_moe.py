@@ -7,6 +7,7 @@ Traps: `intermediate_size` is an expert's and that MLP's; `moe_topk` may be a li
 from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, renamed
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
+from precisionctl.architectures.shared.llama_keys import llama_keys
 from precisionctl.architectures.shared.moe_keys import INTERMEDIATE_SIZE_OF_EXPERTS
 from precisionctl.architectures.tables.hunyuan_v1_dense import ATTENTION, ROPE
 from precisionctl.errors import UnknownArchitecture, shown
@@ -29,11 +30,7 @@ def _read_topk(config: keys.Config) -> keys.Fields:
 ARCHITECTURE = Architecture(
     model_types={"hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM"},
     rows=llama.model_rows(*llama.ATTENTION_NORM, *ATTENTION, *moe.MOE_NORM, *_ROUTING, *moe.EXPERTS),
-    config=(
-        *keys.SIZES,
-        keys.HEADS,
-        keys.ATTENTION_BIAS,
-        keys.SILU,
+    config=llama_keys(
         keys.Only("use_qk_norm", True, "qk_layernorm", True),
         keys.Always("qk_layernorm_after_rope", True),
         keys.Key("moe.num_experts", "num_experts", 1, synonym="num_local_experts"),
@@ -44,8 +41,8 @@ ARCHITECTURE = Architecture(
         keys.Only("use_mixed_mlp_moe", True),
         keys.Only("moe_layer_num_skipped", 0),
         keys.Only("use_cla", False),
-        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
-        ROPE,
-        keys.tied(False),
+        attention_bias=True,
+        epsilon=1e-5,
+        rotary=ROPE,
     ),
 )

@@ -8,6 +8,7 @@ from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import deepseek_keys, deepseek_rows, llama_rows as llama, moe_rows as moe
+from precisionctl.architectures.shared.llama_keys import llama_keys
 
 _ATTENTION = (*llama.ATTENTION_NORM, *llama.ATTENTION)
 _ROUTING = (*moe.WIDE_ROUTER, *moe.EXPERT_BIAS, *moe.SHARED_EXPERTS)
@@ -28,11 +29,7 @@ ARCHITECTURE = Architecture(
         *deepseek_rows.decoder(_ATTENTION, routing=_EITHER),
         *deepseek_rows.prediction(_ATTENTION, _EITHER, "final_layernorm"),
     ),
-    config=(
-        *keys.SIZES,
-        keys.heads(num_key_value_heads=8, head_dim=128),
-        keys.ATTENTION_BIAS,
-        keys.SILU,
+    config=llama_keys(
         keys.Only("mlp_bias", False),
         keys.Only("qk_norm", True, "qk_layernorm", True),
         keys.Key("moe.num_experts", "num_experts", synonym="num_local_experts"),
@@ -47,9 +44,10 @@ ARCHITECTURE = Architecture(
         keys.Only("moe_router_enable_expert_bias", True, "moe.expert_bias", True),
         keys.Only("route_norm", True),
         keys.Key("moe.topk_scaling_factor", "router_scaling_factor", 2.826),
-        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
-        rope(11158840.0),
-        keys.Key("mtp_num_layers", "num_nextn_predict_layers", 0),
-        keys.tied(False),
+        heads=keys.heads(num_key_value_heads=8, head_dim=128),
+        attention_bias=True,
+        epsilon=1e-5,
+        rotary=rope(11158840.0),
+        after_rotary=(keys.Key("mtp_num_layers", "num_nextn_predict_layers", 0),),
     ),
 )

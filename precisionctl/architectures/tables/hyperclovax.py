@@ -6,8 +6,8 @@ size if it is not said.
 
 from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, only_with, renamed
-from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama
+from precisionctl.architectures.shared.llama_keys import llama_keys
 from precisionctl.model.model_parts import real
 
 _NORMS_AFTER = only_with(
@@ -29,11 +29,7 @@ def _read_attention(config: keys.Config) -> keys.Fields:
 ARCHITECTURE = Architecture(
     model_types={"hyperclovax": "HyperCLOVAXForCausalLM"},
     rows=llama.model_rows(*llama.ATTENTION_NORM, *llama.ATTENTION, *llama.MLP_NORM, *llama.MLP, *_NORMS_AFTER),
-    config=(
-        *keys.SIZES,
-        keys.HEADS,
-        keys.ATTENTION_BIAS,
-        keys.SILU,
+    config=llama_keys(
         keys.Key("mlp_bias", "mlp_bias", False),
         keys.Key("embedding_multiplier", "embedding_multiplier", 1.0),
         keys.Key("residual_multiplier", "residual_multiplier", 1.0),
@@ -44,9 +40,7 @@ ARCHITECTURE = Architecture(
             lambda model: {"attention_multiplier": (model.query_pre_attn_scalar or model.kv_channels) ** -0.5},
         ),
         keys.Key("post_layernorms", "use_post_norm", True),
-        keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
-        rope(),
-        keys.tied(False),
+        attention_bias=True,
     ),
     names_by="this project",
 )

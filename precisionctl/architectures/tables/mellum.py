@@ -10,6 +10,7 @@ from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope_by_kind
 from precisionctl.architectures.shared import deepseek_keys, llama_rows as llama, moe_rows as moe
 from precisionctl.architectures.shared.delta_net_rows import DENSE, prediction
+from precisionctl.architectures.shared.llama_keys import llama_keys
 from precisionctl.architectures.shared.moe_keys import scores
 from precisionctl.errors import UnknownArchitecture, shown
 
@@ -40,28 +41,26 @@ ARCHITECTURE = Architecture(
     model_types={"mellum": "MellumForCausalLM"},
     behind={"gate": "experts"},
     rows=(*llama.model_rows(*llama.ATTENTION_NORM, *llama.ATTENTION, *_MLPS), *prediction(*_MLPS)),
-    config=(
-        *keys.SIZES,
-        keys.heads(num_key_value_heads=4, head_dim=128),
-        keys.ATTENTION_BIAS,
-        keys.SILU,
+    config=llama_keys(
         keys.Always("qk_layernorm", True),
         keys.Key("moe.num_experts", "num_experts", synonym="num_local_experts"),
         keys.Key("moe.topk", "num_experts_per_tok", 8),
         keys.Key("moe.ffn_hidden_size", "moe_intermediate_size"),
         deepseek_keys.experts_by_list(dense=0),
         scores(True),
-        keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
-        rope_by_kind(500000.0, 10000.0, absent=_ROPE),
-        sliding_window(nowhere, absent=1024),
-        keys.Rule(
-            tuple(_PREDICTION),
-            _read_prediction,
-            lambda model: {
-                "num_nextn_predict_layers": model.mtp_num_layers,
-                **({"mtp_mlp_layer_types": ["dense"]} if model.mtp_dense else {}),
-            },
+        heads=keys.heads(num_key_value_heads=4, head_dim=128),
+        attention_bias=True,
+        rotary=rope_by_kind(500000.0, 10000.0, absent=_ROPE),
+        after_rotary=(
+            sliding_window(nowhere, absent=1024),
+            keys.Rule(
+                tuple(_PREDICTION),
+                _read_prediction,
+                lambda model: {
+                    "num_nextn_predict_layers": model.mtp_num_layers,
+                    **({"mtp_mlp_layer_types": ["dense"]} if model.mtp_dense else {}),
+                },
+            ),
         ),
-        keys.tied(False),
     ),
 )

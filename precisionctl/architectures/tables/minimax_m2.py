@@ -8,6 +8,7 @@ from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.rope import rope_with_dim
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
+from precisionctl.architectures.shared.llama_keys import llama_keys
 from precisionctl.architectures.shared.moe_keys import INTERMEDIATE_SIZE_OF_EXPERTS, JITTER
 from precisionctl.architectures.tables.mixtral import EXPERTS as MIXTRAL_EXPERTS
 from precisionctl.architectures.tables.olmo2 import NORM_OVER_HEADS
@@ -30,10 +31,7 @@ ARCHITECTURE = Architecture(
             in_memory=(*renamed(moe.EXPERT_BIAS, {_BIAS: "mlp.e_score_correction_bias"}), *MIXTRAL_EXPERTS.in_memory),
         ),
     ),
-    config=(
-        *keys.SIZES,
-        keys.heads(num_key_value_heads=8, head_dim=_HEAD_DIM),
-        keys.SILU,
+    config=llama_keys(
         *NORM_OVER_HEADS,
         keys.Only("use_qk_norm", True),
         keys.Only("qk_norm_type", "per_layer"),
@@ -46,9 +44,8 @@ ARCHITECTURE = Architecture(
         keys.Only("shared_intermediate_size", 0),
         keys.Always("moe.score_function", "sigmoid"),
         keys.Always("moe.expert_bias", True),
-        keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
-        rope_with_dim(_HEAD_DIM, heeds_dim=True),
-        keys.tied(False),
+        heads=keys.heads(num_key_value_heads=8, head_dim=_HEAD_DIM),
+        rotary=rope_with_dim(_HEAD_DIM, heeds_dim=True),
     ),
     names_by="Megatron-Bridge",
 )

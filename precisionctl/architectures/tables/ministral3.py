@@ -7,6 +7,7 @@ from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import everywhere, sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared.llama_keys import llama_keys
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
 from precisionctl.model.model_shape import ModelShape
 
@@ -34,14 +35,13 @@ def _write_query_scaling(model: ModelShape) -> keys.Config:
 ARCHITECTURE = Architecture(
     model_types={"ministral3": "Ministral3ForCausalLM"},
     rows=LLAMA.rows,
-    config=(
-        *keys.SIZES,
-        keys.heads(num_key_value_heads=8, head_dim=128),
-        keys.SILU,
-        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
-        rope(scaling=YARN, query_scaling=True),
-        keys.Rule((_OF_VLLM,), write=_write_query_scaling),
-        sliding_window(everywhere, listed=False),
-        keys.tied(False),
+    config=llama_keys(
+        heads=keys.heads(num_key_value_heads=8, head_dim=128),
+        epsilon=1e-5,
+        rotary=rope(scaling=YARN, query_scaling=True),
+        after_rotary=(
+            keys.Rule((_OF_VLLM,), write=_write_query_scaling),
+            sliding_window(everywhere, listed=False),
+        ),
     ),
 )

@@ -8,6 +8,7 @@ from precisionctl.architectures.config_layers import everywhere, sliding_window
 from precisionctl.architectures.param_map import Architecture, Either, renamed
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
+from precisionctl.architectures.shared.llama_keys import llama_keys
 from precisionctl.architectures.shared.moe_keys import INTERMEDIATE_SIZE_OF_EXPERTS, JITTER
 
 EXPERTS = Either(
@@ -21,17 +22,14 @@ EXPERTS = Either(
 ARCHITECTURE = Architecture(
     model_types={"mixtral": "MixtralForCausalLM"},
     rows=llama.model_rows(*llama.ATTENTION_NORM, *llama.ATTENTION, *moe.MOE_NORM, EXPERTS),
-    config=(
-        *keys.SIZES,
-        keys.heads(num_key_value_heads=8),
-        keys.SILU,
+    config=llama_keys(
         keys.Key("moe.num_experts", "num_local_experts", 8, synonym="num_experts"),
         keys.Key("moe.topk", "num_experts_per_tok", 2),
         INTERMEDIATE_SIZE_OF_EXPERTS,
         JITTER,
-        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
-        rope(1e6),
-        sliding_window(everywhere, listed=False),
-        keys.tied(False),
+        heads=keys.heads(num_key_value_heads=8),
+        epsilon=1e-5,
+        rotary=rope(1e6),
+        after_rotary=(sliding_window(everywhere, listed=False),),
     ),
 )

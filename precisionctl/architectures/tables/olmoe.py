@@ -5,8 +5,8 @@ Trap: `intermediate_size` is an expert's.
 
 from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.param_map import Architecture
-from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
+from precisionctl.architectures.shared.llama_keys import llama_keys
 from precisionctl.architectures.shared.moe_keys import INTERMEDIATE_SIZE_OF_EXPERTS, SCORES
 from precisionctl.architectures.tables.olmo2 import NORM_OVER_HEADS
 
@@ -21,20 +21,15 @@ ARCHITECTURE = Architecture(
         *moe.ROUTER,
         *moe.EXPERTS,
     ),
-    config=(
-        *keys.SIZES,
-        keys.HEADS,
-        keys.ATTENTION_BIAS,
-        keys.SILU,
+    config=llama_keys(
         *NORM_OVER_HEADS,
         keys.Only("clip_qkv", None),
         keys.Key("moe.num_experts", "num_experts", 64, synonym="num_local_experts"),
         keys.Key("moe.topk", "num_experts_per_tok", 8),
         INTERMEDIATE_SIZE_OF_EXPERTS,
         SCORES,
-        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
-        rope(),
-        keys.tied(False),
+        attention_bias=True,
+        epsilon=1e-5,
     ),
     names_by="Megatron-Bridge",
 )

@@ -12,6 +12,7 @@ from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rearrangements import Joined
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama
+from precisionctl.architectures.shared.llama_keys import llama_keys
 from precisionctl.model.model_shape import ModelShape
 
 
@@ -30,14 +31,12 @@ ARCHITECTURE = Architecture(
         *llama.MLP_NORM,
         *llama.JOINED_MLP,
     ),
-    config=(
-        *keys.SIZES,
-        keys.HEADS,
-        keys.SILU,
-        keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
-        rope(partial=True, original=4096),
-        keys.Rule((), write=_write_original),
-        sliding_window(everywhere, listed=False),
-        keys.tied(False),
+    config=llama_keys(
+        epsilon=1e-5,
+        rotary=rope(partial=True, original=4096),
+        after_rotary=(
+            keys.Rule((), write=_write_original),
+            sliding_window(everywhere, listed=False),
+        ),
     ),
 )

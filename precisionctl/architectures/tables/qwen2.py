@@ -6,7 +6,7 @@ Trap: no key of config.json says that those biases are there, and o_proj has non
 from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import from_max_window_layers, sliding_window
 from precisionctl.architectures.param_map import Architecture
-from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared.llama_keys import llama_keys
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
 
 WINDOW = sliding_window(
@@ -16,14 +16,5 @@ WINDOW = sliding_window(
 ARCHITECTURE = Architecture(
     model_types={"qwen2": "Qwen2ForCausalLM"},
     rows=LLAMA.rows,
-    config=(
-        *keys.SIZES,
-        keys.heads(num_key_value_heads=32),
-        keys.SILU,
-        keys.Always("qkv_bias", True),
-        keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
-        rope(),
-        WINDOW,
-        keys.tied(False),
-    ),
+    config=llama_keys(keys.Always("qkv_bias", True), heads=keys.heads(num_key_value_heads=32), after_rotary=(WINDOW,)),
 )

@@ -6,8 +6,8 @@ Trap: without `norm_topk_prob`, as released, the chosen experts' weights are the
 from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import sliding_window
 from precisionctl.architectures.param_map import Architecture
-from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama, moe_rows as moe
+from precisionctl.architectures.shared.llama_keys import llama_keys
 from precisionctl.architectures.shared.moe_keys import EXPERT_KEYS
 
 
@@ -28,19 +28,16 @@ ARCHITECTURE = Architecture(
         *moe.GATED_SHARED_EXPERT,
         *moe.EXPERTS,
     ),
-    config=(
-        *keys.SIZES,
-        keys.heads(num_key_value_heads=16),
-        keys.SILU,
+    config=llama_keys(
         keys.Key("qkv_bias", "qkv_bias", True),
         *EXPERT_KEYS,
         keys.Key("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 5632),
         keys.Always("moe.shared_expert_gate", True),
-        keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
-        rope(),
-        sliding_window(
-            _every_other_of_the_first, switch="use_sliding_window", absent=4096, also=("max_window_layers",)
+        heads=keys.heads(num_key_value_heads=16),
+        after_rotary=(
+            sliding_window(
+                _every_other_of_the_first, switch="use_sliding_window", absent=4096, also=("max_window_layers",)
+            ),
         ),
-        keys.tied(False),
     ),
 )

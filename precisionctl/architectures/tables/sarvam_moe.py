@@ -13,6 +13,7 @@ from precisionctl.architectures.param_map import TIED, Alias, Architecture, Eith
 from precisionctl.architectures.rearrangements import Joined
 from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import deepseek_keys, llama_rows as llama, moe_rows as moe
+from precisionctl.architectures.shared.llama_keys import llama_keys
 
 _PUBLISHED = {
     "model.embed_tokens.": "model.word_embeddings.",
@@ -69,18 +70,16 @@ ARCHITECTURE = Architecture(
         ),
     ),
     config=(
-        *keys.SIZES,
-        keys.heads(num_key_value_heads=4, head_dim=64),
-        keys.SILU,
-        *keys.reworded(
-            (keys.Key("qkv_bias", "attention_bias", False),), {"attention_bias": "use_qkv_bias"}, published=True
+        *llama_keys(
+            *keys.reworded(
+                (keys.Key("qkv_bias", "attention_bias", False),), {"attention_bias": "use_qkv_bias"}, published=True
+            ),
+            keys.Only("use_bias", False),
+            keys.Key("qk_layernorm", "use_qk_norm", True),
+            *COMMON,
+            heads=keys.heads(num_key_value_heads=4, head_dim=64),
+            rotary=rope(8e6, partial=True),
         ),
-        keys.Only("use_bias", False),
-        keys.Key("qk_layernorm", "use_qk_norm", True),
-        *COMMON,
-        keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
-        rope(8e6, partial=True),
-        keys.tied(False),
         keys.Rule((), write=lambda model: {"embedding_dropout": 0.0}),  # engines ask for it
     ),
     aliases=(Alias("lm_head.weight", of="model.word_embeddings.weight", switch="tied_embeddings"), TIED),

@@ -8,6 +8,7 @@ from precisionctl.architectures import config_keys as keys
 from precisionctl.architectures.config_layers import listed_flags, sliding_window
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
+from precisionctl.architectures.shared.llama_keys import llama_keys
 from precisionctl.architectures.tables.llama import ARCHITECTURE as LLAMA
 
 
@@ -38,17 +39,16 @@ ROPE_LAYERS = keys.Rule(
 ARCHITECTURE = Architecture(
     model_types={"smollm3": "SmolLM3ForCausalLM"},
     rows=LLAMA.rows,
-    config=(
-        *keys.SIZES,
-        keys.heads(num_key_value_heads=4),
-        keys.ATTENTION_BIAS,
-        keys.SILU,
+    config=llama_keys(
         keys.Key("mlp_bias", "mlp_bias", False),
-        keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
-        rope(2000000.0),
-        ROPE_LAYERS,
-        sliding_window(_without_rope, also=_ROPE_KEYS),
-        keys.Rule((_SWITCH,), write=lambda model: {} if model.sliding_window is None else {_SWITCH: True}),
-        keys.tied(True),
+        heads=keys.heads(num_key_value_heads=4),
+        attention_bias=True,
+        rotary=rope(2000000.0),
+        after_rotary=(
+            ROPE_LAYERS,
+            sliding_window(_without_rope, also=_ROPE_KEYS),
+            keys.Rule((_SWITCH,), write=lambda model: {} if model.sliding_window is None else {_SWITCH: True}),
+        ),
+        tied=True,
     ),
 )
