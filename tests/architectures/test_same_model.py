@@ -42,7 +42,15 @@ from precisionctl.errors import (
 )
 from precisionctl.launch.frameworks import launch
 from precisionctl.model.model_fields import LinearGate
-from precisionctl.model.model_parts import MLA, GlobalAttention, Heterogeneous, HyperConnections, MoE, NgramEmbedding
+from precisionctl.model.model_parts import (
+    MLA,
+    AltUp,
+    GlobalAttention,
+    Heterogeneous,
+    HyperConnections,
+    MoE,
+    NgramEmbedding,
+)
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.recurrent_parts import GatedDeltaNet, Mamba, Multipliers, ShortConv
 from precisionctl.model.same_model import STORED, TENSORS, differences
@@ -339,6 +347,7 @@ KDA = dataclasses.replace(
     NO_WINDOW, gdn=GatedDeltaNet((True, False), 4, 4, 4, 6, 3, kda=True, kda_lora_rank=5, kda_lower_bound=-5.0)
 )
 RESIDUALS = pico.shape("kimi-k3")
+UPDATES = pico.shape("gemma3n")
 CONVOLUTIONS = dataclasses.replace(NO_WINDOW, short_conv=ShortConv((True, False), 3))
 GLOBAL = dataclasses.replace(DENSE, global_attention=GlobalAttention(1, 8, True))
 SHARING = dataclasses.replace(DENSE, num_layers=4, window_layers=(True, False) * 2, num_kv_shared_layers=2)
@@ -393,6 +402,16 @@ YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_positi
 FULL_YARN = YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "mscale": 0.7}
 LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
 CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
+    (DENSE, {"altup": AltUp(2)}),
+    *(
+        (UPDATES, {name: value})
+        for name, value in {
+            "altup.num_inputs": 3,
+            "laurel_rank": 4,
+            "activation_sparsity": (0.5,) * UPDATES.num_layers,
+            "per_layer_vocab_size": 3,
+        }.items()
+    ),
     *(
         (DENSE, {name: value})
         for name, value in {
@@ -648,6 +667,8 @@ ROUNDED: list[tuple[ModelShape, dict[str, Any]]] = [
     (dataclasses.replace(DENSE, embedding_multiplier=9.8), {"rounded_embedding_multiplier": True})
 ]
 """What makes another model in BF16 alone."""
+TRAINED: list[tuple[ModelShape, dict[str, Any]]] = [(UPDATES, {"altup.coef_clip": 0.01})]
+"""What makes another model while it is trained."""
 ALL_EXPERTS = with_fields(EXPERTS, {"moe.layer_freq": (True, True)})
 NO_GATE = dataclasses.replace(DENSE, gated_linear_unit=False)
 NO_GROUPS = with_fields(EXPERTS, {"moe.num_groups": None, "moe.group_topk": None, "moe.group_scores": None})
@@ -717,7 +738,7 @@ UNUSED: list[tuple[ModelShape, dict[str, Any]]] = [
 """Models, and what none of their layers uses."""
 
 
-def logits(model: ModelShape, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def logits(model: ModelShape, dtype: torch.dtype = torch.float32, trained: bool = False) -> torch.Tensor:
     """Of parameters that have the same values wherever they have the same name and shape."""
     gpt = GPT(model, BF16, dtype=dtype)
     with torch.no_grad():
@@ -726,6 +747,7 @@ def logits(model: ModelShape, dtype: torch.dtype = torch.float32) -> torch.Tenso
                 continue  # numbers that hash, and experts by token
             generator = torch.Generator().manual_seed(zlib.crc32(f"{name}{tuple(parameter.shape)}".encode()))
             parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    with torch.set_grad_enabled(trained):
         return gpt(torch.arange(12)[None] % 7)
 
 
@@ -776,14 +798,24 @@ def test_what_is_rounded_to_the_dtype_is_a_difference_that_fp32_does_not_show(
     assert not torch.equal(logits(other, torch.bfloat16), logits(model, torch.bfloat16))
 
 
+@pytest.mark.parametrize(("model", "change"), TRAINED, ids=lambda value: ",".join(value) if type(value) is dict else "")
+def test_what_is_heeded_in_training_alone_is_a_difference_that_evaluation_does_not_show(
+    model: ModelShape, change: dict[str, Any]
+) -> None:
+    other = with_fields(model, change)
+    assert change.keys() == differences(model, other).keys()
+    assert torch.equal(logits(other), logits(model))
+    assert not torch.equal(logits(other, trained=True), logits(model, trained=True))
+
+
 def test_every_field_of_a_model_is_one_of_those_above() -> None:
-    changed = {name for _, change in (*CHANGES, *INDEXERS, *ROUNDED) for name in change}
+    changed = {name for _, change in (*CHANGES, *INDEXERS, *ROUNDED, *TRAINED) for name in change}
     assert changed | {*STORED, *TENSORS} == NAMES and not changed & {*STORED, *TENSORS}
 
 
 NAMES = {
     name
-    for model in (EXPERTS, INDEXED, BLOCKS, DELTA, CONVOLUTIONS, BESIDE, BY_SIZE, GLOBAL, STREAMS, NGRAMS)
+    for model in (EXPERTS, INDEXED, BLOCKS, DELTA, CONVOLUTIONS, BESIDE, BY_SIZE, GLOBAL, STREAMS, NGRAMS, UPDATES)
     for name, _ in named_values(model)
 }
 
