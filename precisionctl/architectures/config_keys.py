@@ -8,7 +8,7 @@ kind, and UnknownArchitecture for a setting that the family's table does not cov
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model.model_fields import Activation
@@ -21,20 +21,6 @@ Fields = Mapping[str, Any]
 
 NEEDED: Any = object()
 """Default of a key that must be there."""
-
-
-class Entry(Protocol):
-    """Some keys of config.json and the fields of ModelShape that they say, both ways."""
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Those that `read` looks at, beside others' that it only counts by."""
-        ...
-
-    def read(self, config: Config) -> Fields: ...
-    def write(self, model: ModelShape) -> Config:
-        """Raises UnknownArchitecture for a model that these keys cannot describe."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -57,7 +43,7 @@ class Key:
     def read(self, config: Config) -> Fields:
         if self.synonym and self.synonym in config:
             config = {self.key: config[self.synonym], **config}
-            Synonyms({self.synonym: self.key}).read(config)
+            synonyms({self.synonym: self.key}).read(config)
         value = config.get(self.key, self.absent)
         if value is None and self.older:
             value = config.get(self.older)
@@ -93,23 +79,12 @@ class Rule:
     keys_of: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Always:
+def always(field: str, value: Any) -> Rule:
     """A field that every model of the family has, and no key says."""
-
-    field: str
-    value: Any
-    keys: tuple[str, ...] = ()
-
-    def read(self, config: Config) -> Fields:
-        return {self.field: self.value}
-
-    def write(self, model: ModelShape) -> Config:
-        return {}
+    return Rule((), lambda config: {field: value})
 
 
-@dataclass(frozen=True)
-class Only:
+def only(key: str, value: Any, field: str = "", means: Any = None, absent: Any = None) -> Rule:
     """A key for which the table covers only one `value`. An absent key stands for it, and so does null, unless the key
     is a switch that must be on.
 
@@ -117,59 +92,40 @@ class Only:
     value.
     """
 
-    key: str
-    value: Any
-    field: str = ""
-    means: Any = None
-    absent: Any = None
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return (self.key,)
-
-    def read(self, config: Config) -> Fields:
-        found = config.get(self.key, self.absent)
-        null_is_off = self.value is True and self.key in config
-        if found != self.value and (found is not None or null_is_off):
+    def read(config: Config) -> Fields:
+        found = config.get(key, absent)
+        null_is_off = value is True and key in config
+        if found != value and (found is not None or null_is_off):
             raise UnknownArchitecture(
-                f"no {config.get('model_type')} known here has {self.key}={shown(found)}",
-                do=f"Its table was made for {self.key}={self.value!r}.",
+                f"no {config.get('model_type')} known here has {key}={shown(found)}",
+                do=f"Its table was made for {key}={value!r}.",
             )
-        return {self.field: self.means} if self.field else {}
+        return {field: means} if field else {}
 
-    def write(self, model: ModelShape) -> Config:
-        return {self.key: self.value}
+    return Rule((key,), read, lambda model: {key: value})
 
 
-@dataclass(frozen=True)
-class Synonyms:
+def synonyms(words: Mapping[str, str]) -> Rule:
     """Other names that transformers' class accepts for keys of the table (`attribute_map`). If a file has both names,
     it is an accident which one the class uses, so both must have the same value. The other name alone is read only by a
     Key (`Key.synonym`) and a Reworded entry."""
 
-    words: Mapping[str, str]
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return tuple(self.words)
-
-    def read(self, config: Config) -> Fields:
-        for word, key in self.words.items():
+    def read(config: Config) -> Fields:
+        for word, key in words.items():
             if word in config and config[word] != config.get(key):
                 what = f"{word} is {shown(config[word])} and {key}, which is the same, {shown(config.get(key))}"
                 raise DamagedCheckpoint(what, do=f"Say {key} alone.")
         return {}
 
-    def write(self, model: ModelShape) -> Config:
-        return {}
+    return Rule(tuple(words), read)
 
 
 @dataclass(frozen=True)
 class Reworded:
-    """An entry that also reads other words for its keys, Synonyms of them, which `words` has by key. They are written
+    """An entry that also reads other words for its keys, synonyms of them, which `words` has by key. They are written
     in the place of keys only if published files have them (`published`)."""
 
-    entry: Entry
+    entry: "Entry"
     words: Mapping[str, str]
     published: bool
 
@@ -179,13 +135,18 @@ class Reworded:
 
     def read(self, config: Config) -> Fields:
         said = {key: config[word] for key, word in self.words.items() if word in config}
-        Synonyms({word: key for key, word in self.words.items() if key in config}).read(config)
+        synonyms({word: key for key, word in self.words.items() if key in config}).read(config)
         with named(lambda key: self.words[key] if key in said else key):
             return self.entry.read({**config, **said})
 
     def write(self, model: ModelShape) -> Config:
         written = self.entry.write(model)
         return {self.words.get(key, key): value for key, value in written.items()} if self.published else written
+
+
+Entry: TypeAlias = Key | Rule | Reworded
+"""Some keys of config.json and the fields of ModelShape that they say, both ways: `read` looks at `keys` beside others'
+that it only counts by, and `write` raises UnknownArchitecture for a model that these keys cannot describe."""
 
 
 def reworded(entries: Iterable[Entry], words: Mapping[str, str], published: bool) -> tuple[Entry, ...]:
@@ -359,7 +320,7 @@ def biases(key: str, default: bool) -> Rule:
     )
 
 
-ALL_BIASES: tuple[Entry, ...] = (Always("qkv_bias", True), Always("proj_bias", True), Always("mlp_bias", True))
+ALL_BIASES: tuple[Entry, ...] = (always("qkv_bias", True), always("proj_bias", True), always("mlp_bias", True))
 """Biases of all linears in layers, which no key says."""
 
 
@@ -382,7 +343,7 @@ def activation(key: str, names: Mapping[str, Activation], default: str | None = 
 
 GELU_TANH: Mapping[str, Activation] = dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh")
 
-SILU = Only("hidden_act", "silu", "activation", "silu")
+SILU = only("hidden_act", "silu", "activation", "silu")
 
 
 def _read_causal(config: Config) -> Fields:

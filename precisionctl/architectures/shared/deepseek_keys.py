@@ -126,7 +126,7 @@ def latent_attention(q_lora_rank: int | None) -> tuple[keys.Entry, ...]:
         keys.Key("mla.qk_head_dim", "qk_nope_head_dim"),
         keys.Key("mla.qk_pos_emb_head_dim", "qk_rope_head_dim"),
         keys.Key("mla.v_head_dim", "v_head_dim"),
-        keys.Only("attention_bias", False),
+        keys.only("attention_bias", False),
     )
 
 
@@ -136,14 +136,14 @@ INDEXER: tuple[keys.Entry, ...] = (
 )
 """Of an indexer what all families have alike."""
 
-ROTATED_HEAD = keys.Synonyms({"head_dim": "qk_rope_head_dim"})
+ROTATED_HEAD = keys.synonyms({"head_dim": "qk_rope_head_dim"})
 """For families whose class in transformers computes rotary embeddings for `head_dim`, if config.json has it."""
 
 SIGMOID: tuple[keys.Entry, ...] = (
-    keys.Only("scoring_func", "sigmoid"),
-    keys.Only("topk_method", "noaux_tc"),
-    keys.Always("moe.score_function", "sigmoid"),
-    keys.Always("moe.expert_bias", True),
+    keys.only("scoring_func", "sigmoid"),
+    keys.only("topk_method", "noaux_tc"),
+    keys.always("moe.score_function", "sigmoid"),
+    keys.always("moe.expert_bias", True),
 )
 """V3's router: scores that are divided by the sum over the chosen ones, and a bias that only chooses."""
 
@@ -173,12 +173,12 @@ def groups(number: int, best: int | None) -> keys.Rule:
 
 def router(number: int, best: int | None) -> tuple[keys.Entry, ...]:
     """V3's router, with these groups of experts."""
-    return (*SIGMOID, keys.Only("norm_topk_prob", True), groups(number, best))
+    return (*SIGMOID, keys.only("norm_topk_prob", True), groups(number, best))
 
 
 COMMON: tuple[keys.Entry, ...] = (
     *latent_attention(1536),
-    keys.Only("moe_layer_freq", 1),
+    keys.only("moe_layer_freq", 1),
     keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
     rope(),
     keys.tied(False),

@@ -31,9 +31,9 @@ def common(published: bool, number: int, group_counts: tuple[int, int], scaling:
         ),
         deepseek_keys.groups(*group_counts),
         *deepseek_keys.SIGMOID,
-        keys.Only("norm_topk_prob", True),
+        keys.only("norm_topk_prob", True),
         keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", scaling),
-        keys.Only("tie_word_embeddings", False),
+        keys.only("tie_word_embeddings", False),
     )
     return keys.reworded(entries, _WORDS, published)
 

@@ -42,9 +42,9 @@ MIXER: tuple[keys.Entry, ...] = (
     mixer_heads("mamba_n_heads", "mamba_d_head", "mamba_expand", "auto"),
     keys.Key("mamba.num_groups", "mamba_n_groups", 1),
     keys.Key("mamba.state_dim", "mamba_d_state", 256),
-    keys.Only("mamba_d_conv", 4),
-    keys.Only("mamba_conv_bias", True),
-    keys.Only("mamba_proj_bias", False),
+    keys.only("mamba_d_conv", 4),
+    keys.only("mamba_conv_bias", True),
+    keys.only("mamba_proj_bias", False),
 )
 """As Granite 4 and Bamba have it."""
 
@@ -90,11 +90,11 @@ def mixers_alone(number: int, hidden_size: int) -> tuple[keys.Entry, ...]:
     return (
         keys.Rule(("num_hidden_layers",), read, keys.LAYERS.write),
         keys.Key("hidden_size", "hidden_size", hidden_size),
-        keys.Always("max_position_embeddings", 262144),
-        keys.Only("conv_kernel", 4),
-        keys.Only("use_conv_bias", True),
-        keys.Only("use_bias", False),
-        keys.Only("hidden_act", "silu"),
+        keys.always("max_position_embeddings", 262144),
+        keys.only("conv_kernel", 4),
+        keys.only("use_conv_bias", True),
+        keys.only("use_bias", False),
+        keys.only("hidden_act", "silu"),
         keys.Key("norm_epsilon", "layer_norm_epsilon", 1e-5),
     )
 

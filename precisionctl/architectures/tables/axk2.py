@@ -53,11 +53,11 @@ ARCHITECTURE = Architecture(
     rows=llama.model_rows(*published_or_in_memory(_IN_MEMORY, _ROWS), *deepseek_rows.ROUTING, *moe.EXPERTS),
     config=(
         *deepseek_keys.latent_attention(384),
-        keys.Always("mla.query_gate", True),
+        keys.always("mla.query_gate", True),
         keys.Key("norm_gate_rank", "gated_norm_rank", 16),
         *deepseek_keys.experts_of_a_layer(shared=1),
         deepseek_keys.experts_by_list(dense=1, key="first_k_dense_replace"),
-        keys.Only("moe_layer_freq", 1),
+        keys.only("moe_layer_freq", 1),
         *deepseek_keys.router(1, None),
         keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.5),
         keys.Key("dsa.n_heads", "index_n_heads", 16),

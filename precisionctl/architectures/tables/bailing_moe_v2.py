@@ -58,7 +58,7 @@ ARCHITECTURE = Architecture(
         keys.heads(num_key_value_heads=4, head_dim=128),
         keys.SILU,
         keys.Key("qkv_bias", "use_qkv_bias", False),
-        keys.Only("use_bias", False),
+        keys.only("use_bias", False),
         keys.Key("qk_layernorm", "use_qk_norm", True),
         *ROUTING_KEYS,
         deepseek_keys.groups(8, 4),

@@ -27,24 +27,24 @@ BLOCKS: tuple[keys.Entry, ...] = (
     *keys.SIZES,
     keys.ATTENTION_BIAS,
     keys.SILU,
-    keys.Always("norm_bias", False),
-    keys.Always("parallel_residual", True),
-    keys.Always("shared_layernorm", True),
+    keys.always("norm_bias", False),
+    keys.always("parallel_residual", True),
+    keys.always("shared_layernorm", True),
 )
 COMMON: tuple[keys.Entry, ...] = (
     *BLOCKS,
-    keys.Always("rotary_interleaved", True),
+    keys.always("rotary_interleaved", True),
     keys.Key("logit_multiplier", "logit_scale", 0.0625),
     keys.tied(True),
 )
 LAYER_NORM: tuple[keys.Entry, ...] = (
-    keys.Always("normalization", "LayerNorm"),
+    keys.always("normalization", "LayerNorm"),
     keys.Key("norm_epsilon", "layer_norm_eps", 1e-5),
 )
 
 ARCHITECTURE = Architecture(
     model_types={"cohere": "CohereForCausalLM"},
     rows=ROWS,
-    config=(*COMMON, keys.HEADS, *LAYER_NORM, keys.Only("use_qk_norm", False), rope(500000.0)),
+    config=(*COMMON, keys.HEADS, *LAYER_NORM, keys.only("use_qk_norm", False), rope(500000.0)),
     names_by="this project",
 )

@@ -112,8 +112,8 @@ ARCHITECTURE = Architecture(
     config=(
         *COMMON,
         keys.heads(head_dim=128),
-        keys.Only("use_qk_norm", False),
-        keys.Only("use_parallel_block", True),
+        keys.only("use_qk_norm", False),
+        keys.only("use_parallel_block", True),
         keys.Rule(
             ("rms_norm_eps", "layer_norm_eps"),
             _read_norm,

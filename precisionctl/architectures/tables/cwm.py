@@ -19,7 +19,7 @@ ARCHITECTURE = Architecture(
     rows=LLAMA.rows,
     config=(
         *llama_keys(
-            keys.Only("attention_bias", False),
+            keys.only("attention_bias", False),
             keys.Key("mlp_bias", "mlp_bias", False),
             heads=keys.heads(num_key_value_heads=8, head_dim=128),
             epsilon=1e-5,

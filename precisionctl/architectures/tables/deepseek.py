@@ -33,7 +33,7 @@ ARCHITECTURE = Architecture(
         keys.Key("moe.ffn_hidden_size", "moe_intermediate_size", 1407),
         deepseek_keys.shared_experts("n_shared_experts", 2, inner=1407),
         deepseek_keys.experts_by_list(dense=0, key="first_k_dense_replace"),
-        keys.Only("moe_layer_freq", 1),
+        keys.only("moe_layer_freq", 1),
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
         rope(),
         keys.tied(False),

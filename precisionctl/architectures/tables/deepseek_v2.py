@@ -31,10 +31,10 @@ def _write_groups(model: ModelShape) -> keys.Config:
 EXPERTS: tuple[keys.Entry, ...] = (
     keys.Key("moe.num_experts", "n_routed_experts", synonym="num_experts"),
     keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
-    keys.Only("mlp_bias", False),
-    keys.Only("scoring_func", "softmax"),
-    keys.Only("norm_topk_prob", False),
-    keys.Always("moe.pre_softmax", True),
+    keys.only("mlp_bias", False),
+    keys.only("scoring_func", "softmax"),
+    keys.only("norm_topk_prob", False),
+    keys.always("moe.pre_softmax", True),
     keys.Rule(("topk_method", "n_group", "topk_group"), _read_groups, _write_groups),
 )
 """How many there are, and how they are chosen: by a softmax over all, of which their weights are a part."""

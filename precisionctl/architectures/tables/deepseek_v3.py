@@ -17,7 +17,7 @@ ARCHITECTURE = Architecture(
         *deepseek_keys.experts(shared=1, dense=3),
         deepseek_keys.ROTATED_HEAD,
         keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.5),
-        keys.Only("rope_interleave", True),
+        keys.only("rope_interleave", True),
         *deepseek_keys.router(8, 4),
         keys.Key("mtp_num_layers", "num_nextn_predict_layers", 0, synonym="num_mtp_layers"),
     ),

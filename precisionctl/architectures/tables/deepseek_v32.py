@@ -17,9 +17,9 @@ ROWS = (
 COMMON: tuple[keys.Entry, ...] = (
     *deepseek_keys.experts_of_a_layer(shared=1),
     deepseek_keys.experts_by_list(dense=3, key="first_k_dense_replace"),
-    keys.Only("moe_layer_freq", 1),
+    keys.only("moe_layer_freq", 1),
     *deepseek_keys.SIGMOID,
-    keys.Only("norm_topk_prob", True),
+    keys.only("norm_topk_prob", True),
     keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.5),
     *deepseek_keys.INDEXER,
     rope(),

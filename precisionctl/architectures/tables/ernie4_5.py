@@ -14,7 +14,7 @@ ARCHITECTURE = Architecture(
     rows=LLAMA.rows,
     config=llama_keys(
         keys.biases("use_bias", False),
-        keys.Always("rotary_interleaved", True),
+        keys.always("rotary_interleaved", True),
         heads=keys.heads(num_key_value_heads=2, head_dim=128),
         epsilon=1e-5,
         rotary=rope(500000.0),

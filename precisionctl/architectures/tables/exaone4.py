@@ -37,9 +37,9 @@ ARCHITECTURE = Architecture(
     model_types={"exaone4": "Exaone4ForCausalLM"},
     rows=llama.model_rows(*llama.ATTENTION, *llama.POST_ATTENTION_NORM, *llama.MLP, *llama.POST_MLP_NORM),
     config=llama_keys(
-        keys.Always("qk_layernorm", True),
-        keys.Always("pre_layernorms", False),
-        keys.Always("post_layernorms", True),
+        keys.always("qk_layernorm", True),
+        keys.always("pre_layernorms", False),
+        keys.always("post_layernorms", True),
         heads=keys.heads(num_key_value_heads=32),
         epsilon=1e-5,
         after_rotary=WINDOWS,

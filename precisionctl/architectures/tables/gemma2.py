@@ -25,9 +25,9 @@ SCALED_EMBEDDING = keys.Rule(
 OF_ALL_GEMMAS: tuple[keys.Entry, ...] = (
     *keys.SIZES,
     keys.ATTENTION_BIAS,
-    keys.Only("use_bidirectional_attention", False),
-    keys.Always("zero_centered_gamma", True),
-    keys.Always("hf_zero_centered_gamma", True),
+    keys.only("use_bidirectional_attention", False),
+    keys.always("zero_centered_gamma", True),
+    keys.always("hf_zero_centered_gamma", True),
     SCALED_EMBEDDING,
     keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
     keys.tied(True),
@@ -37,7 +37,7 @@ COMMON: tuple[keys.Entry, ...] = (
     *OF_ALL_GEMMAS,
     keys.heads(num_key_value_heads=4, head_dim=256),
     keys.activation("hidden_activation", keys.GELU_TANH, "gelu_pytorch_tanh"),
-    keys.Always("post_layernorms", True),
+    keys.always("post_layernorms", True),
     keys.Key("query_pre_attn_scalar", "query_pre_attn_scalar", 256),
 )
 

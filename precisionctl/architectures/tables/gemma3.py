@@ -15,8 +15,8 @@ ARCHITECTURE = Architecture(
     rows=ROWS,
     config=(
         *COMMON,
-        keys.Always("qk_layernorm", True),
-        keys.Only("attn_logit_softcapping", None),  # transformers' class keeps it, and computes without
+        keys.always("qk_layernorm", True),
+        keys.only("attn_logit_softcapping", None),  # transformers' class keeps it, and computes without
         keys.Key("final_logit_softcapping", "final_logit_softcapping", None),
         rope_by_kind(1e6, 1e4, local_key=True),
         sliding_window(all_but_every(6, "sliding_window_pattern"), absent=4096, also=("sliding_window_pattern",)),

@@ -12,7 +12,7 @@ from precisionctl.architectures.shared.llama_keys import llama_keys
 
 COMMON: tuple[keys.Entry, ...] = llama_keys(
     keys.Key("qkv_bias", "attention_bias", True),
-    keys.Always("rotary_interleaved", True),
+    keys.always("rotary_interleaved", True),
     heads=keys.heads(num_key_value_heads=2, head_dim=128),
     epsilon=1.5625e-7,
     rotary=rope(percent=0.5, partial=True),
@@ -28,6 +28,6 @@ ARCHITECTURE = Architecture(
         *llama.JOINED_MLP,
         *renamed(llama.POST_MLP_NORM, {"post_feedforward_layernorm": "post_mlp_layernorm"}),
     ),
-    config=(*COMMON, keys.Always("post_layernorms", True)),
+    config=(*COMMON, keys.always("post_layernorms", True)),
     names_by="this project",
 )

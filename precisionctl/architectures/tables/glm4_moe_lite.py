@@ -19,7 +19,7 @@ ARCHITECTURE = Architecture(
         deepseek_keys.experts_by_list(dense=1, key="first_k_dense_replace", reads_key=False),
         *deepseek_keys.router(1, 1),
         keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.8),
-        keys.Only("rope_interleave", True),
+        keys.only("rope_interleave", True),
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(),
         keys.Key("mtp_num_layers", "num_nextn_predict_layers", 0),

@@ -52,7 +52,7 @@ ARCHITECTURE = Architecture(
         *deepseek_keys.latent_attention(2048),
         *COMMON,
         keys.Key("dsa.n_heads", "index_n_heads", 32),
-        keys.Only("indexer_rope_interleave", True, "dsa.rope_interleaved", True),
+        keys.only("indexer_rope_interleave", True, "dsa.rope_interleaved", True),
         keys.Rule(INDEXERS.keys, INDEXERS.read, _write_layers),
         deepseek_keys.groups(1, 1),
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),

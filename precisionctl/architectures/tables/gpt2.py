@@ -85,7 +85,7 @@ ACTIVATION = keys.activation(
 SIZES = (
     sizes("n_layer", "n_embd", "n_head", "n_inner"),
     keys.Key("max_position_embeddings", "n_positions"),
-    keys.Synonyms(
+    keys.synonyms(
         {
             "num_hidden_layers": "n_layer",
             "hidden_size": "n_embd",
@@ -95,8 +95,8 @@ SIZES = (
     ),
     keys.VOCABULARY,
     ACTIVATION,
-    keys.Always("gated_linear_unit", False),
-    keys.Always("normalization", "LayerNorm"),
+    keys.always("gated_linear_unit", False),
+    keys.always("normalization", "LayerNorm"),
     keys.Key("norm_epsilon", "layer_norm_epsilon", 1e-5),
 )
 
@@ -105,11 +105,11 @@ ARCHITECTURE = Architecture(
     rows=(Either(_PARAMETERS, other=renamed(_PARAMETERS, {"transformer.": ""})), *llama.OUTPUT),
     config=(
         *SIZES,
-        keys.Always("position_embedding", "learned_absolute"),
+        keys.always("position_embedding", "learned_absolute"),
         *keys.ALL_BIASES,
-        keys.Only("scale_attn_weights", True),
-        keys.Only("scale_attn_by_inverse_layer_idx", False),
-        keys.Only("add_cross_attention", False),
+        keys.only("scale_attn_weights", True),
+        keys.only("scale_attn_by_inverse_layer_idx", False),
+        keys.only("add_cross_attention", False),
         keys.tied(True),
     ),
     aliases=(

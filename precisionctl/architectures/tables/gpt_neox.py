@@ -45,8 +45,8 @@ ARCHITECTURE = Architecture(
             ("attention_bias",), keys.attention_bias(True).read, lambda model: {"attention_bias": model.qkv_bias}
         ),
         keys.activation("hidden_act", {"gelu": "gelu", **keys.GELU_TANH}, "gelu"),
-        keys.Always("gated_linear_unit", False),
-        keys.Always("normalization", "LayerNorm"),
+        keys.always("gated_linear_unit", False),
+        keys.always("normalization", "LayerNorm"),
         keys.Key("norm_epsilon", "layer_norm_eps", 1e-5),
         keys.Rule(
             (*KEYS, "rotary_emb_base", "rotary_pct"),
@@ -57,7 +57,7 @@ ARCHITECTURE = Architecture(
                 **({"rope_scaling": dict(model.rope_scaling)} if model.rope_scaling else {}),
             },
         ),
-        keys.Always("mlp_bias", True),
+        keys.always("mlp_bias", True),
         keys.Key("parallel_residual", "use_parallel_residual", True),  # false: RedPajama-INCITE
         keys.tied(False),
     ),

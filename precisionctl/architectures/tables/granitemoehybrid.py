@@ -110,7 +110,7 @@ ARCHITECTURE = Architecture(
         keys.HEADS,
         *MIXER,
         step_limits("time_step_limit"),
-        keys.Only("attention_bias", False),
+        keys.only("attention_bias", False),
         keys.SILU,
         *MULTIPLIERS,
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),

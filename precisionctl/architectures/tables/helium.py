@@ -15,7 +15,7 @@ ARCHITECTURE = Architecture(
     config=llama_keys(
         keys.Key("qkv_bias", "attention_bias", False),
         keys.Key("mlp_bias", "mlp_bias", False),
-        keys.Always("rotary_interleaved", True),
+        keys.always("rotary_interleaved", True),
         heads=keys.heads(num_key_value_heads=20, head_dim=128),
         epsilon=1e-8,
         rotary=rope(100000.0),

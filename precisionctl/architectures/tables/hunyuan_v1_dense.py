@@ -31,8 +31,8 @@ ARCHITECTURE = Architecture(
     model_types={"hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM"},
     rows=llama.model_rows(*llama.ATTENTION_NORM, *ATTENTION, *llama.MLP_NORM, *llama.MLP),
     config=llama_keys(
-        keys.Always("qk_layernorm", True),
-        keys.Always("qk_layernorm_after_rope", True),
+        keys.always("qk_layernorm", True),
+        keys.always("qk_layernorm_after_rope", True),
         attention_bias=True,
         epsilon=1e-5,
         rotary=ROPE,

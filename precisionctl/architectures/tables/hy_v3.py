@@ -20,7 +20,7 @@ _PUBLISHED = {
 _IN_MEMORY = {"mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias"}
 _EITHER = (Either(renamed(_ROUTING, _PUBLISHED), in_memory=renamed(_ROUTING, _IN_MEMORY)),)
 
-_SIZE = keys.Synonyms({"expert_hidden_dim": "moe_intermediate_size"})
+_SIZE = keys.synonyms({"expert_hidden_dim": "moe_intermediate_size"})
 
 
 ARCHITECTURE = Architecture(
@@ -30,8 +30,8 @@ ARCHITECTURE = Architecture(
         *deepseek_rows.prediction(_ATTENTION, _EITHER, "final_layernorm"),
     ),
     config=llama_keys(
-        keys.Only("mlp_bias", False),
-        keys.Only("qk_norm", True, "qk_layernorm", True),
+        keys.only("mlp_bias", False),
+        keys.only("qk_norm", True, "qk_layernorm", True),
         keys.Key("moe.num_experts", "num_experts", synonym="num_local_experts"),
         keys.Key("moe.topk", "num_experts_per_tok", 8),
         keys.Key("moe.ffn_hidden_size", "moe_intermediate_size"),
@@ -40,9 +40,9 @@ ARCHITECTURE = Architecture(
         ),
         deepseek_keys.shared_experts("num_shared_experts", 1),
         deepseek_keys.experts_by_list(dense=1, key="first_k_dense_replace", reads_key=False),
-        keys.Only("moe_router_use_sigmoid", True, "moe.score_function", "sigmoid"),
-        keys.Only("moe_router_enable_expert_bias", True, "moe.expert_bias", True),
-        keys.Only("route_norm", True),
+        keys.only("moe_router_use_sigmoid", True, "moe.score_function", "sigmoid"),
+        keys.only("moe_router_enable_expert_bias", True, "moe.expert_bias", True),
+        keys.only("route_norm", True),
         keys.Key("moe.topk_scaling_factor", "router_scaling_factor", 2.826),
         heads=keys.heads(num_key_value_heads=8, head_dim=128),
         attention_bias=True,

@@ -9,8 +9,8 @@ ARCHITECTURE = Architecture(
     model_types={"iquestcoder": "LlamaForCausalLM"},
     rows=LLAMA.rows,
     config=llama_keys(
-        keys.Only("clip_qkv", None),
-        keys.Only("use_sliding_window", False),
+        keys.only("clip_qkv", None),
+        keys.only("use_sliding_window", False),
         keys.Key("mlp_bias", "mlp_bias", False),
         heads=keys.heads(num_key_value_heads=8, head_dim=128),
         attention_bias=True,

@@ -52,7 +52,7 @@ ARCHITECTURE = Architecture(
         keys.heads(num_key_value_heads=4, head_dim=128),
         keys.ATTENTION_BIAS,
         keys.SILU,
-        keys.Always("qk_layernorm", True),
+        keys.always("qk_layernorm", True),
         keys.Rule(("layer_types", "sliding_window"), _read_layers, write_window),
         keys.Key("gdn.num_key_heads", "linear_num_key_heads", 8),
         keys.Key("gdn.num_value_heads", "linear_num_value_heads", 16),

@@ -94,9 +94,9 @@ COMMON: tuple[keys.Entry, ...] = (
     keys.Key("max_position_embeddings", "max_position_embeddings", 128000),
     keys.VOCABULARY,
     keys.heads(num_attention_heads=32, num_key_value_heads=8),
-    keys.Always("qk_layernorm", True),
+    keys.always("qk_layernorm", True),
     keys.Key("short_conv.kernel_dim", "conv_L_cache", 3),
-    keys.Only("conv_bias", False),
+    keys.only("conv_bias", False),
     keys.Key("norm_epsilon", "norm_eps", 1e-5),
     rope(1e6),
     keys.Rule(
@@ -106,7 +106,7 @@ COMMON: tuple[keys.Entry, ...] = (
     ),
 )
 
-_WIDTHS = keys.Synonyms({"block_dim": "hidden_size", "conv_dim": "hidden_size"})
+_WIDTHS = keys.synonyms({"block_dim": "hidden_size", "conv_dim": "hidden_size"})
 _CHANNELS = ("block_auto_adjust_ff_dim", "block_multiple_of", "block_ffn_dim_multiplier")
 
 ARCHITECTURE = Architecture(
@@ -127,10 +127,10 @@ ARCHITECTURE = Architecture(
         keys.Rule(  # by which vLLM goes
             _WIDTHS.keys, _WIDTHS.read, lambda model: dict.fromkeys(_WIDTHS.keys, model.hidden_size)
         ),
-        keys.Synonyms({"num_heads": "num_attention_heads"}),
-        keys.Synonyms({"block_norm_eps": "norm_eps"}),
-        keys.Only("block_use_swiglu", True),
-        keys.Only("use_pos_enc", True),
+        keys.synonyms({"num_heads": "num_attention_heads"}),
+        keys.synonyms({"block_norm_eps": "norm_eps"}),
+        keys.only("block_use_swiglu", True),
+        keys.only("use_pos_enc", True),
     ),
     names_by="this project",
 )

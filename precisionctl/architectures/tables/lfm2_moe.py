@@ -40,7 +40,7 @@ ARCHITECTURE = Architecture(
         keys.Key("moe.ffn_hidden_size", "moe_intermediate_size", 1792),
         keys.Key("moe.expert_bias", "use_expert_bias", True),
         keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
-        keys.Only("norm_topk_prob", True, "moe.score_function", "sigmoid"),
+        keys.only("norm_topk_prob", True, "moe.score_function", "sigmoid"),
     ),
     derived=(*ROTARY, "model.pos_emb.inv_freq"),
     names_by="this project",

@@ -74,8 +74,8 @@ ARCHITECTURE = Architecture(
         keys.Key("max_position_embeddings", "max_position_embeddings", 128000),
         keys.VOCABULARY,
         keys.heads(num_attention_heads=16, num_key_value_heads=4, head_dim=128),
-        keys.Only("attention_bias", False),
-        keys.Always("qk_layernorm", True),
+        keys.only("attention_bias", False),
+        keys.always("qk_layernorm", True),
         keys.Rule(
             ("use_attention_gate",),
             lambda config: {
@@ -84,7 +84,7 @@ ARCHITECTURE = Architecture(
             lambda model: {"use_attention_gate": model.linear_gate is not None},
         ),
         keys.Key("short_conv.kernel_dim", "conv_L_cache", 7),
-        keys.Only("conv_bias", False),
+        keys.only("conv_bias", False),
         keys.Rule(
             ("layer_types", "sliding_window", *KEYS),
             _read_layers,

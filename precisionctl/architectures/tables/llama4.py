@@ -90,8 +90,8 @@ _EXPERT_KEYS: tuple[keys.Entry, ...] = (
     keys.Rule(("moe_layers", "interleave_moe_layer_step", "intermediate_size"), _read_experts, _write_experts),
     keys.Key("moe.num_experts", "num_local_experts", 16),
     keys.Key("moe.topk", "num_experts_per_tok", 1),
-    keys.Always("moe.score_function", "sigmoid"),
-    keys.Always("moe.probs_on_input", True),
+    keys.always("moe.score_function", "sigmoid"),
+    keys.always("moe.probs_on_input", True),
 )
 
 ARCHITECTURE = Architecture(
@@ -114,7 +114,7 @@ ARCHITECTURE = Architecture(
         *_EXPERT_KEYS,
         keys.Key("qk_l2_norm", "use_qk_norm", True),
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
-        keys.Always("rotary_interleaved", True),
+        keys.always("rotary_interleaved", True),
         rope(500000.0),
         keys.Rule(ROPE_LAYERS.keys, lambda config: {"rope_layers": _with_rope(config)}, ROPE_LAYERS.write),
         keys.Rule(("attention_chunk_size", "layer_types", *ROPE_LAYERS.keys), _read_chunks, _write_chunks),

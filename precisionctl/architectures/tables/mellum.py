@@ -42,7 +42,7 @@ ARCHITECTURE = Architecture(
     behind={"gate": "experts"},
     rows=(*llama.model_rows(*llama.ATTENTION_NORM, *llama.ATTENTION, *_MLPS), *prediction(*_MLPS)),
     config=llama_keys(
-        keys.Always("qk_layernorm", True),
+        keys.always("qk_layernorm", True),
         keys.Key("moe.num_experts", "num_experts", synonym="num_local_experts"),
         keys.Key("moe.topk", "num_experts_per_tok", 8),
         keys.Key("moe.ffn_hidden_size", "moe_intermediate_size"),

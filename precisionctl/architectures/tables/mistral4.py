@@ -37,11 +37,11 @@ ARCHITECTURE = Architecture(
     config=(
         *deepseek_keys.latent_attention(1024),
         *deepseek_keys.experts(shared=1, dense=0),
-        keys.Only("norm_topk_prob", True),
-        keys.Only("n_group", 1),  # more would be worth their probabilities, not their logits
-        keys.Only("topk_group", 1),
+        keys.only("norm_topk_prob", True),
+        keys.only("n_group", 1),  # more would be worth their probabilities, not their logits
+        keys.only("topk_group", 1),
         keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
-        keys.Only("rope_interleave", True),
+        keys.only("rope_interleave", True),
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
         keys.Rule(
             (*_ROPE.keys, "head_dim"),

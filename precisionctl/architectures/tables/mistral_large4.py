@@ -134,22 +134,22 @@ ARCHITECTURE = Architecture(
     ),
     config=(
         *deepseek_keys.latent_attention(None),
-        keys.Only("q_lora_rank", None),
-        keys.Always("mla.nope_keys_by_head", True),
+        keys.only("q_lora_rank", None),
+        keys.always("mla.nope_keys_by_head", True),
         keys.Rule(
             ("kv_source_layers",),
             _read_sources,
             lambda model: {"kv_source_layers": [model.kv_layer(layer) for layer in range(model.num_layers)]},
         ),
-        keys.Always("softmax_scaling", True),
+        keys.always("softmax_scaling", True),
         *deepseek_keys.experts_of_a_layer(shared=1),
         deepseek_keys.experts_by_list(dense=1, key="first_k_dense_replace"),
-        keys.Only("n_group", 1),  # more would be worth their probabilities, not their logits
-        keys.Only("topk_group", 1),
+        keys.only("n_group", 1),  # more would be worth their probabilities, not their logits
+        keys.only("topk_group", 1),
         keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
         keys.Key("dsa.n_heads", "index_n_heads", 32),
         *deepseek_keys.INDEXER,
-        keys.Always("dsa.rope_interleaved", True),
+        keys.always("dsa.rope_interleaved", True),
         INDEXERS,
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(
@@ -163,10 +163,10 @@ ARCHITECTURE = Architecture(
                 "attention_factor": 1.0,
             }
         ),
-        keys.Always("lerope", True),
+        keys.always("lerope", True),
         ROPE_LAYERS,
         keys.Key("final_logit_softcapping", "final_logit_softcapping", 30.0),
-        keys.Only("tie_word_embeddings", False),
+        keys.only("tie_word_embeddings", False),
     ),
     aliases=(),
     names_by="this project",

@@ -10,8 +10,8 @@ from precisionctl.architectures.rope import rope
 from precisionctl.architectures.shared import llama_rows as llama
 
 NORM_OVER_HEADS: tuple[keys.Entry, ...] = (
-    keys.Always("qk_layernorm", True),
-    keys.Always("qk_layernorm_over_heads", True),
+    keys.always("qk_layernorm", True),
+    keys.always("qk_layernorm_over_heads", True),
 )
 
 ROWS = llama.model_rows(
@@ -29,8 +29,8 @@ COMMON: tuple[keys.Entry, ...] = (
     keys.ATTENTION_BIAS,
     keys.SILU,
     *NORM_OVER_HEADS,
-    keys.Always("pre_layernorms", False),
-    keys.Always("post_layernorms", True),
+    keys.always("pre_layernorms", False),
+    keys.always("post_layernorms", True),
     keys.Key("norm_epsilon", "rms_norm_eps", 1e-5),
     keys.tied(False),
 )

@@ -95,8 +95,8 @@ ARCHITECTURE = Architecture(
         keys.ATTENTION_BIAS,
         keys.SILU,
         *NORM_OVER_HEADS,
-        keys.Always("pre_layernorms", False),
-        keys.Always("post_layernorms", True),
+        keys.always("pre_layernorms", False),
+        keys.always("post_layernorms", True),
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
         keys.Rule(("layer_types",), _read_layers, write_layer_types),
         keys.Rule(
@@ -108,8 +108,8 @@ ARCHITECTURE = Architecture(
         ),
         keys.Key("gdn.conv_kernel_dim", "linear_conv_kernel_dim", 4),
         keys.Key("gdn.allow_neg_eigval", "linear_allow_neg_eigval", True),
-        keys.Only("linear_use_gate", True),
-        keys.Always("gdn.norm_epsilon", 1e-5),
+        keys.only("linear_use_gate", True),
+        keys.always("gdn.norm_epsilon", 1e-5),
         keys.Rule(
             KEYS,
             _read_rope,

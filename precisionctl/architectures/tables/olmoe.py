@@ -23,7 +23,7 @@ ARCHITECTURE = Architecture(
     ),
     config=llama_keys(
         *NORM_OVER_HEADS,
-        keys.Only("clip_qkv", None),
+        keys.only("clip_qkv", None),
         keys.Key("moe.num_experts", "num_experts", 64, synonym="num_local_experts"),
         keys.Key("moe.topk", "num_experts_per_tok", 8),
         INTERMEDIATE_SIZE_OF_EXPERTS,

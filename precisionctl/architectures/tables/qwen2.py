@@ -16,5 +16,5 @@ WINDOW = sliding_window(
 ARCHITECTURE = Architecture(
     model_types={"qwen2": "Qwen2ForCausalLM"},
     rows=LLAMA.rows,
-    config=llama_keys(keys.Always("qkv_bias", True), heads=keys.heads(num_key_value_heads=32), after_rotary=(WINDOW,)),
+    config=llama_keys(keys.always("qkv_bias", True), heads=keys.heads(num_key_value_heads=32), after_rotary=(WINDOW,)),
 )

@@ -32,7 +32,7 @@ ARCHITECTURE = Architecture(
         keys.Key("qkv_bias", "qkv_bias", True),
         *EXPERT_KEYS,
         keys.Key("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 5632),
-        keys.Always("moe.shared_expert_gate", True),
+        keys.always("moe.shared_expert_gate", True),
         heads=keys.heads(num_key_value_heads=16),
         after_rotary=(
             sliding_window(

@@ -13,7 +13,7 @@ COMMON: tuple[keys.Entry, ...] = (
     *keys.SIZES,
     keys.ATTENTION_BIAS,
     keys.SILU,
-    keys.Always("qk_layernorm", True),
+    keys.always("qk_layernorm", True),
     keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
     rope(),
     keys.tied(False),

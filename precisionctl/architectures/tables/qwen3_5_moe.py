@@ -22,7 +22,7 @@ ARCHITECTURE = Architecture(
         keys.Key("moe.num_experts", "num_experts", 256),
         keys.Key("moe.topk", "num_experts_per_tok", 8),
         keys.Key("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 512),
-        keys.Always("moe.shared_expert_gate", True),
+        keys.always("moe.shared_expert_gate", True),
         PREDICTION_LAYERS,
     ),
 )

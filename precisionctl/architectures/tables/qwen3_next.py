@@ -25,7 +25,7 @@ ARCHITECTURE = Architecture(
         keys.heads(num_key_value_heads=2, head_dim=256),
         *EXPERTS_OF_LAYERS,
         keys.Key("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 512),
-        keys.Always("moe.shared_expert_gate", True),
+        keys.always("moe.shared_expert_gate", True),
         scores(True),
         prediction_layers("num_nextn_predict_layers"),
     ),

@@ -225,7 +225,7 @@ ARCHITECTURE = Architecture(
         _LAYERS,
         rope(partial=True),
         keys.heads(num_key_value_heads=2, head_dim=256),
-        keys.Always("pre_layernorms", False),
+        keys.always("pre_layernorms", False),
         keys.Rule(
             ("output_gate_type",), _read_gate, lambda model: {"output_gate_type": model.gdn and model.gdn.output_gate}
         ),
@@ -236,10 +236,10 @@ ARCHITECTURE = Architecture(
         keys.Key("moe.num_experts", "num_experts", 512),
         keys.Key("moe.topk", "num_experts_per_tok", 10),
         keys.Key("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 512),
-        keys.Always("moe.shared_expert_gate", True),
+        keys.always("moe.shared_expert_gate", True),
         scores(True),
         keys.Key("mhc.num_residual_streams", "hc_count", 4),
-        keys.Always("mhc.mhc_sinkhorn_iterations", None),
+        keys.always("mhc.mhc_sinkhorn_iterations", None),
         keys.Key("mhc.lowrank", "hc_lowrank", 320),
         keys.Rule(
             ("ple_layer_ids", "ple_embed_dim", "eos_token_id", *(key for key, _ in _NGRAM_KEYS.values())),

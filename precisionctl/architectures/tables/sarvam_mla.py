@@ -47,8 +47,8 @@ ARCHITECTURE = Architecture(
     config=(
         *deepseek_keys.latent_attention(None),
         keys.Rule(("head_dim", "q_head_dim"), write=_write_heads),
-        keys.Only("rope_interleave", True),
-        keys.Only("moe_layer_freq", 1),
+        keys.only("rope_interleave", True),
+        keys.only("moe_layer_freq", 1),
         *COMMON,
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
         keys.Rule(KEYS, _read_rope, _write_rope),

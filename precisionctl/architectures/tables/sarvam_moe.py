@@ -36,9 +36,9 @@ _WORDS = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_exp
 ROUTING_KEYS: tuple[keys.Entry, ...] = (
     *keys.reworded(deepseek_keys.experts(shared=1, dense=1), _WORDS, published=True),
     deepseek_keys.SHARED_EXPERT_SIZE,
-    keys.Only("score_function", "sigmoid", "moe.score_function", "sigmoid"),
-    keys.Only("moe_router_enable_expert_bias", True, "moe.expert_bias", True),
-    keys.Only("norm_topk_prob", True),
+    keys.only("score_function", "sigmoid", "moe.score_function", "sigmoid"),
+    keys.only("moe_router_enable_expert_bias", True, "moe.expert_bias", True),
+    keys.only("norm_topk_prob", True),
 )
 """Keys of experts, which Ling 2.0 has, too."""
 _PREDICTION = "num_nextn_predict_layers"
@@ -48,7 +48,7 @@ COMMON: tuple[keys.Entry, ...] = (
     *ROUTING_KEYS,
     deepseek_keys.groups(1, 1),
     keys.Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.5),
-    keys.Reworded(keys.Only(_PREDICTION, 0), {_PREDICTION: "num_mtp_layers"}, published=False),
+    keys.Reworded(keys.only(_PREDICTION, 0), {_PREDICTION: "num_mtp_layers"}, published=False),
 )
 """Keys of experts, and of no layers of prediction, which Sarvam's families have in common."""
 
@@ -74,7 +74,7 @@ ARCHITECTURE = Architecture(
             *keys.reworded(
                 (keys.Key("qkv_bias", "attention_bias", False),), {"attention_bias": "use_qkv_bias"}, published=True
             ),
-            keys.Only("use_bias", False),
+            keys.only("use_bias", False),
             keys.Key("qk_layernorm", "use_qk_norm", True),
             *COMMON,
             heads=keys.heads(num_key_value_heads=4, head_dim=64),

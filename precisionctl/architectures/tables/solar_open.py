@@ -17,7 +17,7 @@ ARCHITECTURE = Architecture(
         keys.heads(num_key_value_heads=8, head_dim=128),
         keys.SILU,
         keys.Key("qkv_bias", "attention_bias", False),
-        keys.Only("use_qk_norm", False),
+        keys.only("use_qk_norm", False),
         *deepseek_keys.experts_of_a_layer(shared=1),
         keys.Key("ffn_hidden_size", "moe_intermediate_size"),  # of no layer
         keys.EVERY_LAYER_SPARSE,

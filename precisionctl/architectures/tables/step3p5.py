@@ -296,9 +296,9 @@ def _read_prediction(config: keys.Config) -> keys.Fields:
     return {"mtp_num_layers": ahead, **dict.fromkeys(("mtp_dense", "mtp_output_layers"), bool(ahead))}
 
 
-def _unwritten(*only: keys.Only) -> tuple[keys.Rule, ...]:
+def _unwritten(*entries: keys.Rule) -> tuple[keys.Rule, ...]:
     """Keys of transformers' class that no published file has."""
-    return tuple(keys.Rule(each.keys, each.read) for each in only)
+    return tuple(keys.Rule(each.keys, each.read) for each in entries)
 
 
 _WORDS = {
@@ -325,7 +325,7 @@ ARCHITECTURE = Architecture(
     config=(
         *keys.SIZES,
         keys.SILU,
-        *_unwritten(keys.Only("attention_bias", False), keys.Only("mlp_bias", False), keys.Only("gating", True)),
+        *_unwritten(keys.only("attention_bias", False), keys.only("mlp_bias", False), keys.only("gating", True)),
         *keys.reworded(
             (
                 keys.Rule(
@@ -344,12 +344,12 @@ ARCHITECTURE = Architecture(
             _WORDS,
             published=True,
         ),
-        keys.Only("use_qk_norm", True, "qk_layernorm", True),
-        keys.Only("zero_centered", True, "zero_centered_gamma", True),
-        keys.Always("hf_zero_centered_gamma", True),
-        keys.Only("use_head_wise_attn_gate", True, "head_wise_attn_gate", True),
-        keys.Only("att_impl_type", "GQA"),
-        keys.Only("use_moe", True),
+        keys.only("use_qk_norm", True, "qk_layernorm", True),
+        keys.only("zero_centered", True, "zero_centered_gamma", True),
+        keys.always("hf_zero_centered_gamma", True),
+        keys.only("use_head_wise_attn_gate", True, "head_wise_attn_gate", True),
+        keys.only("att_impl_type", "GQA"),
+        keys.only("use_moe", True),
         keys.Key("moe.ffn_hidden_size", "moe_intermediate_size", 1280),
         keys.Key("moe.shared_ffn_hidden_size", "share_expert_dim", 1280, synonym="share_expert_dims"),
         keys.Rule(
@@ -360,10 +360,10 @@ ARCHITECTURE = Architecture(
             _read_mlps,
             _write_mlps,
         ),
-        keys.Only("moe_router_activation", "sigmoid", "moe.score_function", "sigmoid"),
-        keys.Only("use_moe_router_bias", True, "moe.expert_bias", True),
-        keys.Only("norm_expert_weight", True),
-        keys.Only("need_fp32_gate", True),
+        keys.only("moe_router_activation", "sigmoid", "moe.score_function", "sigmoid"),
+        keys.only("use_moe_router_bias", True, "moe.expert_bias", True),
+        keys.only("norm_expert_weight", True),
+        keys.only("need_fp32_gate", True),
         keys.Key("moe.topk_scaling_factor", "moe_router_scaling_factor", 1.0),
         keys.Rule(
             ("num_nextn_predict_layers",),

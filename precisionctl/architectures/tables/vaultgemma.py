@@ -8,5 +8,5 @@ from precisionctl.architectures.tables.gemma2 import ARCHITECTURE as GEMMA_2
 ARCHITECTURE = Architecture(
     model_types={"vaultgemma": "VaultGemmaForCausalLM"},
     rows=llama.model_rows(*llama.ATTENTION_NORM, *llama.ATTENTION, *llama.PRE_MLP_NORM, *llama.MLP),
-    config=(*GEMMA_2.config, keys.Always("post_layernorms", False)),  # the last entry of a field decides
+    config=(*GEMMA_2.config, keys.always("post_layernorms", False)),  # the last entry of a field decides
 )

@@ -14,8 +14,8 @@ ARCHITECTURE = Architecture(
     config=(
         *deepseek_keys.latent_attention(1536),
         deepseek_keys.ROTATED_HEAD,
-        keys.Only("rope_interleave", True),
-        keys.Only("mlp_bias", False),
+        keys.only("rope_interleave", True),
+        keys.only("mlp_bias", False),
         keys.Key("norm_epsilon", "rms_norm_eps", 1e-6),
         rope(),
         keys.tied(True),
