@@ -2,10 +2,11 @@
 
 import operator
 import sys
+from array import array
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 from statistics import fmean
@@ -258,55 +259,35 @@ _LETTERS = 40
 
 
 class _RunSoFar:
-    """What the panel shows of a run's steps. It takes as long to draw after many steps as after few: the curve is kept
-    as the mean losses of shares of equally many steps, at most twice as many shares as it has letters."""
+    """What the panel shows of a run's steps. It takes as long to draw after many steps as after few: the curve is made
+    of running totals of the losses, whose differences say the means of any steps."""
 
     def __init__(self) -> None:
         self.recent: deque[StepMetrics] = deque(maxlen=20)
         self.held_out: list[tuple[int, float]] = []
-        self._shares: list[_ShareOfSteps] = []
-        self._full = 1  # steps of a share
+        self._steps, self._totals = array("q"), array("d", [0.0])
 
     def add(self, step: "StepMetrics") -> None:
         self.recent.append(step)
         if step.held_out_loss is not None:
             self.held_out.append((step.step, step.held_out_loss))
-        if step.skipped:
-            return
-        alone = _ShareOfSteps(step.step, 1, step.loss)
-        if self._shares and self._shares[-1].steps < self._full:
-            self._shares[-1] = self._shares[-1].before(alone)
-            return
-        if len(self._shares) == 2 * _LETTERS:
-            self._shares = [
-                first.before(second) for first, second in zip(self._shares[::2], self._shares[1::2], strict=True)
-            ]
-            self._full *= 2
-        self._shares.append(alone)
+        if not step.skipped:
+            self._steps.append(step.step)
+            self._totals.append(self._totals[-1] + step.loss)
 
     def go_back(self, step: int) -> None:
-        """Forget the steps after this one, and with them the share that it is in the midst of."""
+        """Forget the steps after this one."""
         self.recent = deque((seen for seen in self.recent if seen.step <= step), self.recent.maxlen)
         self.held_out = [seen for seen in self.held_out if seen[0] <= step]
-        self._shares = [share for share in self._shares if share.last <= step]
+        kept = bisect_right(self._steps, step)
+        del self._steps[kept:], self._totals[kept + 1 :]
 
     @property
     def losses(self) -> list[float]:
-        """The mean loss of each share of the steps."""
-        return [share.total / share.steps for share in self._shares]
-
-
-@dataclass(frozen=True)
-class _ShareOfSteps:
-    """Some steps in a row: the last one, how many, and the sum of their losses."""
-
-    last: int
-    steps: int
-    total: float
-
-    def before(self, later: "_ShareOfSteps") -> "_ShareOfSteps":
-        """Both together."""
-        return _ShareOfSteps(later.last, self.steps + later.steps, self.total + later.total)
+        """The mean losses of equal shares of the steps, one for each letter of the curve."""
+        count, steps = min(_LETTERS, len(self._steps)), len(self._steps)
+        cuts = [number * steps // count for number in range(count + 1)] if count else []
+        return [(self._totals[end] - self._totals[start]) / (end - start) for start, end in pairwise(cuts)]
 
 
 def _draw_run(so_far: _RunSoFar, steps: int) -> Group:
@@ -336,11 +317,8 @@ def _compute(cost: "StepCost") -> str:
 
 
 def _sparkline(losses: Sequence[float]) -> str:
-    """The loss curve as at most so many block characters, each the mean of an equal share of the losses."""
+    """A loss curve as block characters."""
     if not losses:
         return ""
-    count = min(_LETTERS, len(losses))
-    cuts = [number * len(losses) // count for number in range(count + 1)]
-    means = [fmean(losses[start:end]) for start, end in pairwise(cuts)]
-    low, span = min(means), max(means) - min(means)
-    return "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / span) if span > 0 else 0] for mean in means)
+    low, span = min(losses), max(losses) - min(losses)
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (loss - low) / span) if span > 0 else 0] for loss in losses)

@@ -114,13 +114,15 @@ def test_the_panel_of_a_long_run_takes_no_longer_to_draw_and_has_the_whole_curve
         monkeypatch.setattr(view._live, "update", lambda panel, refresh: None)
         for number in range(1, steps + 1):
             view.step(step(number, float(steps - number), held_out=float(number) if number % 1000 == 0 else None))
-        assert max(count for count, _ in drawn) <= 80 and len(view._so_far.recent) == 20
+        assert max(count for count, _ in drawn) == 40 and len(view._so_far.recent) == 20
         falls = "".join("█▇▆▅▄▃▂▁"[round(7 * place / 39)] for place in range(40))  # of a straight line
         assert drawn[-1][1] == falls
         view.start("FP8", steps // 2, steps)
-        view.step(step(steps // 2 + 1, 0.0))
+        view.step(step(steps // 2 + 1, steps / 2 - 1))
         assert view._so_far.held_out[-1] == (2000, 2000.0) and len(view._so_far.recent) == 1
-        assert drawn[-1][1][0] == "█" and drawn[-1][1][-2:] == "▄▁"
+        assert drawn[-1][1] == falls
+        view.step(step(steps // 2 + 2, -1e9))
+        assert drawn[-1][1] == "█" * 39 + "▁"
 
 
 def test_on_a_terminal_with_colours_no_line_of_the_panel_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
