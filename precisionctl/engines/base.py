@@ -18,7 +18,6 @@ from precisionctl.engines.rules.cache_rules import cache_scales_of_latents
 from precisionctl.engines.rules.demands import other_codes, scales_of_no_use, wrong_scales
 from precisionctl.engines.rules.fixed_settings import FixedSettings
 from precisionctl.engines.rules.fused_rules import FusedLinears
-from precisionctl.engines.rules.ignore_lists import in_time
 from precisionctl.engines.rules.joined_tensors import wrongly_joined
 from precisionctl.engines.rules.method_rules import MethodRules
 from precisionctl.engines.rules.model_rules import CodesAlone, ExpertDtype, InEveryLayer
@@ -31,6 +30,7 @@ from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import FOUR_BITS, Quantization, QuantMethod, Scheme, codes_kind, form_in_words
 from precisionctl.quant_methods.coded_weights import CodedWeight, coded_weights, ngram_table, recognise
 from precisionctl.quant_methods.compressed_tensors import OLDER_KEY
+from precisionctl.untrusted.safe_patterns import in_time
 
 if TYPE_CHECKING:
     from torch import Tensor

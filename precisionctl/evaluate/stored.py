@@ -23,7 +23,6 @@ from precisionctl.codes.statistics import scaling_words
 from precisionctl.conversion.convert import convert
 from precisionctl.conversion.known_state import is_of_weights
 from precisionctl.conversion.weights_digest import digest_weights
-from precisionctl.engines.rules.ignore_lists import in_time
 from precisionctl.evaluate.stored_codes import use_stored_codes
 from precisionctl.export.kv_cache import CacheScale, stored_scales
 from precisionctl.fp8 import sidecar
@@ -38,6 +37,7 @@ from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.undrawn import Undrawn
 from precisionctl.trainer.saved.run_folder import recipe_of_run
+from precisionctl.untrusted.safe_patterns import in_time
 
 
 def load(reader: Reader, device: torch.device | str = "cpu", *, plain: bool = False) -> tuple[GPT, str]:

@@ -8,7 +8,6 @@ from precisionctl.architectures.rope import PARAMETERS
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.hf_directory.encodings_file import without_quantization
 from precisionctl.engines.base import engines
-from precisionctl.engines.rules.ignore_lists import in_time
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.same_model import differences
 from precisionctl.model.text_config import text_path
@@ -16,6 +15,7 @@ from precisionctl.model.untabled_model import UntabledModel
 from precisionctl.quant_methods.base import KEYS_OF_VALUES
 from precisionctl.sizes import listed
 from precisionctl.untrusted.safe_json import parse_json
+from precisionctl.untrusted.safe_patterns import in_time
 from precisionctl.verify.not_compared import CONFIG_KEYS, QUANTIZER_KEYS, NotCompared, of_keys
 
 _TOPIC = {key: topic for topic, keys in CONFIG_KEYS.items() for key in keys}

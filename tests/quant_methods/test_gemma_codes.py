@@ -17,7 +17,6 @@ from transformers.integrations.gemma_quant import replace_with_quant_layers
 from transformers.utils.quantization_config import GemmaQuantizationConfig
 
 from precisionctl.checkpoints.chunks import read_rows, read_tensor
-from precisionctl.checkpoints.decoded import gemma_codes
 from precisionctl.checkpoints.decoded.gemma_codes import GemmaCodes
 from precisionctl.checkpoints.hf_directory.safetensors_file import StoredTensors, read_header
 from precisionctl.checkpoints.open import open_checkpoint
@@ -25,6 +24,7 @@ from precisionctl.commands.request import Request
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, PrecisionError
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.reports.inspect import describe
+from precisionctl.untrusted import safe_patterns
 from precisionctl.verify.compare import compare
 
 UP = "model.layers.0.mlp.up_proj"
@@ -115,15 +115,9 @@ def test_the_pattern_that_counts_is_the_one_that_counts_in_transformers(tmp_path
     assert codes.shapes["a.b.c.weight"] == (2, 64 // model.a.b.c.num_bits)
 
 
-COSTLY = (
-    *("(a+)+$", "(a|b)*c", r"(.)\1", "(?<=a)b", "(?i)a", "(?P<g1>a)", ".*a.*b.*", "a" * 300, "[[a]]", "(?>a)"),
-    *("(?:a|aa)" * 14 + "z", "(?:a|(?:b|c))" * 9),
-)
-
-
-@pytest.mark.parametrize("pattern", COSTLY)
-def test_patterns_that_could_take_long_are_refused(tmp_path: Path, pattern: str) -> None:
-    with pytest.raises(PrecisionError, match="which is not matched"):
+@pytest.mark.parametrize("pattern", [r"(.)\1", "(?i)a", "[[:alpha:]]", "(a{1000}){1001}", "a{e<=1}"])
+def test_patterns_that_are_not_read_are_refused(tmp_path: Path, pattern: str) -> None:
+    with pytest.raises(PrecisionError, match="the pattern .* cannot be read: .*, in `module_quant_configs`"):
         codes_of(tmp_path, {"module_quant_configs": {pattern: {"num_bits": 2}}}, "a.b.c")
 
 
@@ -132,14 +126,8 @@ def config(**changed: Any) -> dict[str, Any]:
 
 
 SETTINGS: dict[str, tuple[dict[str, Any], type[PrecisionctlError], str]] = {
-    "a wrong pattern": (config(module_quant_configs={"(": {}}), DamagedCheckpoint, "wrong pattern"),
-    "a count too large": (config(module_quant_configs={"a{99999999999}": {}}), DamagedCheckpoint, "wrong pattern"),
-    "patterns that are costly together": (
-        config(module_quant_configs={f".*a.*{at}": {} for at in range(12)}),
-        PrecisionError,
-        "which is not matched",
-    ),
-    "many patterns": (config(module_quant_configs={f"a{at}": {} for at in range(65)}), PrecisionError, "more than 64"),
+    "a wrong pattern": (config(module_quant_configs={"(": {}}), PrecisionError, "cannot be read: missing"),
+    "a count too large": (config(module_quant_configs={"a{99999999999}": {}}), PrecisionError, "cannot be read: "),
     "a list of patterns": (config(module_quant_configs=["a"]), DamagedCheckpoint, "not an object of objects"),
     "a pattern of bits": (config(module_quant_configs={"a": 2}), DamagedCheckpoint, "not an object of objects"),
     "another key": (
@@ -160,15 +148,10 @@ def test_settings_that_are_not_read_are_one_error(tmp_path: Path, case: str) -> 
         codes_of(tmp_path, said, "a.b.c")
 
 
-def test_a_name_that_is_too_long_to_match_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PrecisionError, match="too long to match"):
-        codes_of(tmp_path, config(), "a" * 300)
-
-
-def test_matching_all_names_may_take_seconds_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemma_codes, "_SECONDS", -1.0)
-    with pytest.raises(PrecisionError, match="too long to match"):
-        codes_of(tmp_path, config(), "a")
+def test_matching_may_take_seconds_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safe_patterns, "_MATCH", 0.1)
+    with pytest.raises(PrecisionError, match="matching the pattern .* takes too long"):
+        codes_of(tmp_path, config(module_quant_configs={"(a|aa)+!": {"num_bits": 2}}), "a" * 200)
 
 
 def put(name: str, tensor: Tensor | None) -> Callable[[dict[str, Tensor]], None]:

@@ -9,9 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from precisionctl.checkpoints.adapter.expressions import Expressions
 from precisionctl.errors import DamagedCheckpoint, MappingError, at, shown
 from precisionctl.untrusted.safe_files import read_json
+from precisionctl.untrusted.safe_patterns import Patterns
 
 FILE = "adapter_config.json"
 
@@ -48,21 +48,21 @@ class AdaptedModules:
     these name whole.
     """
 
-    targets: frozenset[str] | Expressions | None = None
-    excluded: frozenset[str] | Expressions = frozenset()
+    targets: frozenset[str] | Patterns | None = None
+    excluded: frozenset[str] | Patterns = frozenset()
     saved: frozenset[str] = frozenset()
     layers: frozenset[int] | None = None
     layer_lists: tuple[str, ...] = ()
 
     def __contains__(self, module: str) -> bool:
         ends, framed = _ends(module), f".{module}."
-        if isinstance(self.excluded, Expressions):
+        if isinstance(self.excluded, Patterns):
             is_excluded = self.excluded.first(module) is not None
         else:
             is_excluded = not ends.isdisjoint(self.excluded)
         if is_excluded or any(f".{name}." in framed for name in self.saved):
             return False
-        if isinstance(self.targets, Expressions):
+        if isinstance(self.targets, Patterns):
             return self.targets.first(module) is not None
         if self.targets is None or module in self.targets:
             return True
@@ -75,7 +75,7 @@ class AdaptedModules:
 
     @cached_property
     def _layer_numbers(self) -> list[re.Pattern[str]]:
-        """Expressions of which the first that is found in a module's name has its layer's number."""
+        """Patterns of which the first that is found in a module's name has its layer's number."""
         lists = [rf"(?:^|\.){re.escape(name)}" for name in self.layer_lists] or [r"\.[^.]*"]
         return [re.compile(rf"{name}\.(\d{{1,9}})\.") for name in lists]  # numbers below _MOST_LAYERS
 
@@ -95,7 +95,7 @@ class LoraConfig:
     rank: int
     alpha: float
     own_ranks: frozenset[int] = frozenset()
-    alpha_patterns: Expressions | None = None
+    alpha_patterns: Patterns | None = None
     own_alphas: Sequence[float] = ()
     rslora: bool = False
     dora: bool = False
@@ -156,7 +156,8 @@ def read_lora_config(directory: Path) -> LoraConfig:
             raise DamagedCheckpoint(f"{key} is {shown(value)}, neither true nor false", where=path)
         switches[key] = bool(value)
     with at(path):
-        alpha_patterns = Expressions(list(alphas), "alpha_pattern", ends=True)  # last: damage is told before this
+        # last: damage is told before this
+        alpha_patterns = _patterns(list(alphas), "alpha_pattern", r"(.*\.)?(", ")$") if alphas else None
     return LoraConfig(
         rank,
         alpha,
@@ -208,16 +209,21 @@ def _ends(name: str) -> set[str]:
     return {name[begin:] for begin in (0, *(dot.end() for dot in re.finditer(r"\.", name)))}
 
 
-def _names(value: list[str] | str | None, key: str) -> frozenset[str] | Expressions | None:
+def _names(value: list[str] | str | None, key: str) -> frozenset[str] | Patterns | None:
     """What a list of ends of names, or a regular expression, says; None for nothing, or if it cannot be read."""
     if isinstance(value, list):
         return frozenset(value)
     if not value or value.lower() == _ALL_LINEAR:
         return None
     try:
-        return Expressions([value], key)
+        return _patterns([value], key, "(", r")\Z")
     except MappingError:
         return None
+
+
+def _patterns(patterns: list[str], key: str, before: str, after: str) -> Patterns:
+    do = f"Name the modules in {key} with fewer and plainer expressions."
+    return Patterns(patterns, lambda why: MappingError(f"{key}: {why}", do=do), before, after)
 
 
 _ALL_LINEAR = "all-linear"

@@ -12,19 +12,17 @@ QuantizedLinear, QuantizedEmbedding, replace_with_quant_layers; quantizers/quant
 
 from __future__ import annotations
 
-import re
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from precisionctl.checkpoints.chunks import read_rows
 from precisionctl.checkpoints.decoded.base import DecodedWeights
 from precisionctl.codes import nibbles
 from precisionctl.dtypes import DType
-from precisionctl.errors import DamagedCheckpoint, shown
+from precisionctl.errors import shown
 from precisionctl.torch_when_used import torch
+from precisionctl.untrusted.safe_patterns import Patterns
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,15 +30,6 @@ if TYPE_CHECKING:
 _SCALES = {"weight": "weight_scale", "embedding_quantized": "embedding_scale"}
 _BEHIND = ("input_activation_scale", "output_activation_scale", "k_cache_scale", "v_cache_scale")
 _BITS = (2, 4, 8)
-
-_LONGEST, _MOST, _SECONDS = 128, 64, 10.0
-"""Characters of a pattern or a name, patterns, and how long matching all names may take, which is looked at between two
-of them."""
-_STEPS = 1 << 20
-"""Steps that all patterns together may take from one place in a name."""
-_ESCAPED = re.compile(r"\\[^0-9]|\[\^?[^\]\\]+\]")
-_COSTLY = re.compile(r"[][\\]|\)[*+?{]|\(\?[^:=!]")
-_REPEATED = re.compile(r"[*+{]|(?<!\()\?")
 
 
 @dataclass(frozen=True)
@@ -116,29 +105,9 @@ class GemmaCodes(DecodedWeights):
         bits = [said.get("num_bits", usual) for said in own.values()]
         if odd := [each for each in (usual, *bits) if type(each) is not int or each not in _BITS]:
             raise self._unread(f"codes with `num_bits` {shown(odd[0])}, which are not read")
-        matcher = self._matcher(list(own))
-        chosen, end = dict[str, int](), time.monotonic() + _SECONDS
-        for module in modules:
-            if own and (len(module) > _LONGEST or time.monotonic() > end):
-                raise self._unread("names that take too long to match with `module_quant_configs`")
-            match = matcher.search(module)
-            chosen[module] = bits[int((match.lastgroup or "")[1:])] if match else usual
-        return chosen
-
-    def _matcher(self, patterns: list[str]) -> re.Pattern[str]:
-        """All patterns in one, as transformers joins them. Raises PrecisionError for a stranger's pattern that could
-        take too many steps: from one place, a part that is repeated ends in as many as a name has, and each group
-        continues in as many ways as it has alternatives. Groups themselves are not repeated."""
-        steps = 0
-        for pattern in patterns:
-            bare = _ESCAPED.sub("a", pattern[: _LONGEST + 1])
-            ways = prod(1 + part.count("|") for part in re.split("[()]", bare))
-            steps += len(pattern) * ways * _LONGEST ** len(_REPEATED.findall(bare))
-            if len(pattern) > _LONGEST or _COSTLY.search(bare) or steps > _STEPS:
-                raise self._unread(f"the pattern {shown(pattern)} in `module_quant_configs`, which is not matched")
-        if len(patterns) > _MOST:
-            raise self._unread(f"more than {_MOST} patterns in `module_quant_configs`")
-        try:
-            return re.compile("|".join(f"(?P<g{at}>{pattern})" for at, pattern in enumerate(patterns)) or "(?!)")
-        except (re.error, OverflowError, RecursionError) as error:
-            raise DamagedCheckpoint(f"`module_quant_configs` has a wrong pattern: {error}", where=self._where) from None
+        if not own:
+            return dict.fromkeys(modules, usual)
+        # each in a group, as in the one pattern that transformers joins them to
+        patterns = Patterns(list(own), lambda why: self._unread(f"{why}, in `module_quant_configs`"), "(", ")")
+        chosen = {module: patterns.first(module, anywhere=True) for module in modules}
+        return {module: usual if first is None else bits[first] for module, first in chosen.items()}

@@ -1,17 +1,14 @@
 """Which linears a `quantization_config` leaves unquantized. Each engine matches its list of names differently."""
 
 import itertools
-import math
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
-from precisionctl.errors import PrecisionError, shown
+from precisionctl.errors import PrecisionError
+from precisionctl.untrusted.safe_patterns import Patterns
 
 
 @dataclass(frozen=True)
@@ -140,59 +137,12 @@ BY_PART_OR_GLOB = Matching(_has_part, _GLOB, lambda entry, module: entry in modu
 """vLLM 0.33 and SGLang 0.5.23 modelopt.py, is_layer_excluded."""
 
 
-SECONDS = 0.5
-"""Time limit of a match. Patterns come from an untrusted config, and even a short one can take exponential time."""
-OF_ALL = 2.0
-_OF_EACH = 50e-6
-"""Seconds that all matches of a check may take together, and what each adds to them, ten times what it needs: patterns
-that take nearly SECONDS each, for many names, would take hours."""
-_left: ContextVar[list[float]] = ContextVar("_left")
-"""One number: how many of these seconds are left."""
-
-
-@contextmanager
-def in_time() -> Iterator[None]:
-    """Within it all matches together are limited."""
-    token = _left.set([OF_ALL])
-    try:
-        yield
-    finally:
-        _left.reset(token)
-
-
-_LONGEST = 1000
-"""Letters of a pattern. The time limit does not hold for compiling it."""
-_MOST_COPIES = 1_000_000
-"""Most letters of a pattern with what it repeats written out, as `regex` does: `(a{1000}){1000}` takes 0.3 GB."""
-
-
 def _matches(pattern: str, module: str) -> bool:
     """Whether a regular expression matches at the start of a name. Raises PrecisionError for one that is invalid or
     takes too long."""
-    import regex  # here, because it takes 7 MB, and most commands match nothing
-
-    left, began = _left.get([OF_ALL]), time.thread_time()
-    try:
-        _check_size(pattern)
-        if left[0] < 0:
-            raise TimeoutError
-        return regex.match(pattern, module, timeout=SECONDS) is not None
-    except (re.error, regex.error, TimeoutError, RecursionError) as problem:
-        why = "takes too long" if isinstance(problem, TimeoutError) else f"cannot be read: {problem}"
-        raise PrecisionError(f"the pattern {shown(pattern)} {why}", where="config.json") from None
-    finally:
-        left[0] += _OF_EACH - (time.thread_time() - began)
+    return _compiled(pattern).first(module) is not None
 
 
 @lru_cache(maxsize=1 << 12)
-def _check_size(pattern: str) -> None:
-    """Raises re.error for a pattern that is large, or may be once compiled: what is within `+` stands there twice,
-    what is within `{n}` n times. Nothing is within more of them than there are brackets, and one."""
-    if len(pattern) > _LONGEST:
-        raise re.error(f"longer than {_LONGEST} letters")
-    if any(letter.isspace() for letter in pattern):  # `(?x)` skips it, within numbers too; names of modules have none
-        raise re.error("blanks")
-    repeated = [int(count or 0) + 1 for count in re.findall(r"\{\D*(\d*)", pattern)] + [2] * pattern.count("+")
-    deepest = sorted(repeated)[-1 - pattern.count("(") :]
-    if len(pattern) * math.prod(deepest) > _MOST_COPIES:
-        raise re.error("too many repetitions within each other")
+def _compiled(pattern: str) -> Patterns:
+    return Patterns([pattern], lambda why: PrecisionError(why, where="config.json"))
