@@ -7,7 +7,7 @@ file's own: it is the reference's. The tokens that begin and end a text are, whe
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from precisionctl.checkpoints.base import (
     Hints,
     without_iterations,
 )
-from precisionctl.checkpoints.chunks import Chunk
 from precisionctl.checkpoints.gguf.described_model import check_same, model_of_file
 from precisionctl.checkpoints.gguf.families import FAMILIES, model_type_of
 from precisionctl.checkpoints.gguf.family import GgufFamily
@@ -28,17 +27,15 @@ from precisionctl.checkpoints.gguf.file_types import scheme_of
 from precisionctl.checkpoints.gguf.head import GgufHead, read_head
 from precisionctl.checkpoints.gguf.metadata import TOKEN_IDS, Described
 from precisionctl.checkpoints.gguf.rotary_tensors import ROTARY_TENSORS
-from precisionctl.checkpoints.gguf.tensors import hf_tensors
+from precisionctl.checkpoints.gguf.tensors import ChangedTensors, hf_tensors
 from precisionctl.checkpoints.gguf.towers.mmproj_file import OF_TOWERS, is_mmproj
 from precisionctl.checkpoints.hf_directory.companions import needed_hints, read_companions, to_json
 from precisionctl.checkpoints.hf_directory.config_json import GENERATION, is_token
 from precisionctl.checkpoints.hf_directory.huggingface_files import file_format_of
-from precisionctl.codes.elements import Cast
-from precisionctl.codes.encoding import Encoding
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, UnknownFormat, at, shown
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model.model_shape import ModelShape
-from precisionctl.param import Layout, TensorSpec
+from precisionctl.param import Layout
 from precisionctl.sizes import listed
 from precisionctl.untrusted.safe_files import check_file
 from precisionctl.untrusted.safe_json import parse_json
@@ -56,7 +53,7 @@ def recognise(path: Path) -> bool:
     return path.suffix == ".gguf"
 
 
-class GgufReader:
+class GgufReader(ChangedTensors):
     """A model in GGUF as a Reader. Opening it reads the heads of its files.
 
     With a reference, or a config.json in its directory, that says the model, and must not contradict the metadata;
@@ -68,7 +65,6 @@ class GgufReader:
 
     layout: Layout = "hf"
     container = "gguf"
-    encodings: Mapping[str, Encoding] = {}
     iteration = None
     fp8: Fp8States | None = None
 
@@ -91,8 +87,7 @@ class GgufReader:
             self.companions = self.own_companions
 
         weights = {name: tensor for name, tensor in head.tensors.items() if name not in ROTARY_TENSORS}
-        self._made = hf_tensors(weights, family, self.model, path)
-        self.specs: Mapping[str, TensorSpec] = {name: made.spec for name, made in self._made.items()}
+        super().__init__(hf_tensors(weights, family, self.model, path))
         self.stored = tuple(weights.values())
         self.coded = sorted({tensor.format.name for tensor in self.stored if not tensor.format.dtype})
 
@@ -116,15 +111,6 @@ class GgufReader:
         if token is not None and ends and not same:
             said = f"with {shown(ends[-1])} by {self.companions.directory}, which is kept"
             yield f"A text ends with token {shown(token)} by the file, and {said}."
-
-    def chunks(self, name: str) -> Sequence[Chunk]:
-        return self._made[name].chunks()
-
-    def cast(self, name: str) -> Cast | None:
-        return self._made[name].cast
-
-    def decoded_from(self, name: str) -> str:
-        return self._made[name].decoded_from
 
     def _described(self, head: GgufHead) -> tuple[ModelShape, GgufFamily]:
         """The model, and the table of its tensors."""

@@ -21,6 +21,7 @@ from precisionctl.checkpoints.gguf.tensor_rows import GgufRow
 from precisionctl.checkpoints.tensor_changes import SAME, AsItIs, Shape, TensorChange, factors_of
 from precisionctl.codes import numerics
 from precisionctl.codes.elements import Cast, ToDType
+from precisionctl.codes.encoding import Encoding
 from precisionctl.codes.ggml_blocks import ENCODED, blocks_of
 from precisionctl.codes.row_factors import RoundedProducts, RowFactors
 from precisionctl.dtypes import DType
@@ -177,6 +178,25 @@ class ChangedTensor:
                 found[torch.from_numpy(here)] = values.to(found.dtype)
             start += part.shape[0]
         return found
+
+
+class ChangedTensors:
+    """The Hugging Face tensors that are `made` of those of files, by name: the part of a Reader that has tensors."""
+
+    encodings: Mapping[str, Encoding] = {}
+
+    def __init__(self, made: Mapping[str, ChangedTensor]) -> None:
+        self._made = made
+        self.specs: Mapping[str, TensorSpec] = {name: tensor.spec for name, tensor in made.items()}
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return self._made[name].chunks()
+
+    def cast(self, name: str) -> Cast | None:
+        return self._made[name].cast
+
+    def decoded_from(self, name: str) -> str:
+        return self._made[name].decoded_from
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from precisionctl.checkpoints.chunks import Chunk
 from precisionctl.checkpoints.gguf.head import GgufHead, read_head
 from precisionctl.checkpoints.gguf.metadata_bytes import type_of
-from precisionctl.checkpoints.gguf.tensors import ChangedTensor, GgufPart
+from precisionctl.checkpoints.gguf.tensors import ChangedTensor, ChangedTensors, GgufPart
 from precisionctl.checkpoints.gguf.towers.tower import Tower
-from precisionctl.codes.elements import Cast
-from precisionctl.codes.encoding import Encoding
 from precisionctl.errors import at, shown
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import TensorSpec
@@ -41,33 +38,22 @@ def read_mmproj(path: Path) -> GgufHead:
     return read_head(path)
 
 
-class MmprojFile:
+class MmprojFile(ChangedTensors):
     """The towers of a file by the names of `specs`, which are the wrapper's, and as values in those shapes. Raises
     UnknownArchitecture where `specs` are not those of the `tower`, and as `read_mmproj`."""
-
-    encodings: Mapping[str, Encoding] = {}
 
     def __init__(self, path: Path, tower: Tower, specs: Mapping[str, TensorSpec], model: ModelShape) -> None:
         self._head = read_mmproj(path)
         self._tower, tensors = tower, self._head.tensors
         rows = {name: row for name, row in tower.tensors(specs).items() if all(each in tensors for each in row[1])}
-        self._made = {
+        made = {
             name: ChangedTensor([GgufPart(each, tensors[each]) for each in names], row.change, model)
             for name, (row, names) in rows.items()
         }
         with at(path):
-            self.specs: Mapping[str, TensorSpec] = {name: made.spec for name, made in self._made.items()}
+            super().__init__(made)
         read = {each for _, names in rows.values() for each in names} | ({tower.token[0]} if tower.token else set())
         self.others = {name: each.format.name for name, each in tensors.items() if name not in read}
-
-    def chunks(self, name: str) -> Sequence[Chunk]:
-        return self._made[name].chunks()
-
-    def cast(self, name: str) -> Cast | None:
-        return self._made[name].cast
-
-    def decoded_from(self, name: str) -> str:
-        return self._made[name].decoded_from
 
     def vector(self, name: str, size: int) -> Tensor | None:
         """The values of a tensor by its name in the file, FP32 `[size]`; None where it is not there, or of another
