@@ -121,3 +121,6 @@ def groups(scores: int) -> GgufEntry:
 
 TWO_SCORES: Mapping[str, Any] = {"moe.group_scores": lambda fields: 2 if fields["moe.num_groups"] else None}
 """What a group is worth to llama.cpp."""
+
+DEEPSEEK_CHOICE = (*EXPERT_COUNTS, groups(2), scored_by("sigmoid"))
+"""How DeepSeek-V3 chooses experts, and many since."""

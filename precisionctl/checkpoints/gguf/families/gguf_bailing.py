@@ -119,9 +119,7 @@ _LING_2 = GgufFamily(
     "bailingmoe2",
     rows=[*_OUTSIDE, *rows.in_layers({**rows.NORMS, **_ATTENTION_2}), *_EXPERTS],
     keys=base_keys(
-        *expert_keys.EXPERT_COUNTS,
-        expert_keys.groups(2),
-        expert_keys.scored_by("sigmoid"),
+        *expert_keys.DEEPSEEK_CHOICE,
         layers=keys.LAYERS_AND_PREDICTION,
     ),
     more=(
@@ -146,9 +144,7 @@ FAMILIES = {
         "bailingmoe3",
         rows=_ROWS,
         keys=base_keys(
-            *expert_keys.EXPERT_COUNTS,
-            expert_keys.groups(2),
-            expert_keys.scored_by("sigmoid"),
+            *expert_keys.DEEPSEEK_CHOICE,
             _LATENT,
             layers=keys.LAYERS_AND_PREDICTION,
             heads=KDA_HEADS,

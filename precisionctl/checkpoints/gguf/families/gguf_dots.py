@@ -19,9 +19,7 @@ FAMILIES = {
             *rows.SHARED_EXPERTS,
         ],
         keys=base_keys(
-            *expert_keys.EXPERT_COUNTS,
-            expert_keys.groups(2),
-            expert_keys.scored_by("sigmoid"),
+            *expert_keys.DEEPSEEK_CHOICE,
             head_size=keys.UNUSUAL_HEAD_SIZE,
         ),
         more=(

@@ -96,9 +96,7 @@ FAMILIES = {
             *rows.SHARED_EXPERTS,
         ],
         keys=base_keys(
-            *expert_keys.EXPERT_COUNTS,
-            expert_keys.groups(2),
-            expert_keys.scored_by("sigmoid"),
+            *expert_keys.DEEPSEEK_CHOICE,
             layers=keys.DECODER_LAYERS,
         ),
         more=(

@@ -67,9 +67,7 @@ FAMILIES = {
         ],
         keys=(
             *base_keys(
-                *expert_keys.EXPERT_COUNTS,
-                expert_keys.groups(2),
-                expert_keys.scored_by("sigmoid"),
+                *expert_keys.DEEPSEEK_CHOICE,
                 layers=keys.DECODER_LAYERS,
                 heads=_HEADS,
                 rope=(rope_keys.ROPE, rope_keys.LOCAL_BASE),
