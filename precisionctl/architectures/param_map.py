@@ -348,6 +348,11 @@ class Architecture:
             rows += (row,) if isinstance(row, Row) else row.chosen(stored, model, naming, named_as_codes)
         return tuple(each for row in rows for each in row.by_size(model))
 
+    def in_megatron(self, model: ModelShape) -> Iterator[Row]:
+        """The rows of parameters that the model has in Megatron's layout."""
+        rows = self.spelled({}, model)
+        return (row for row in rows if row.present.in_layout("megatron", model) and row.count(model))
+
     @property
     def all_rows(self) -> Iterator[Row]:
         """`rows` in every spelling, the published one first."""

@@ -15,7 +15,7 @@ from precisionctl.model.recurrent_parts import GatedDeltaNet, Mamba
 from precisionctl.model.sparse_parts import CSA
 from precisionctl.recipe import Recipe
 from precisionctl.trainer.backends.choose import BackendName
-from precisionctl.trainer.measure.parameters import Parameters, compressed_rows, compression, tensor_sizes
+from precisionctl.trainer.measure.parameters import Parameters, compressed_rows, compression, largest_linear
 from precisionctl.trainer.model.attention.core_attention import SINK_CHANNELS
 from precisionctl.trainer.model.mlp import is_swiglu
 from precisionctl.trainer.model.recurrent.delta_rule import DECAY_BLOCK
@@ -50,7 +50,7 @@ def pass_bytes(
     if model.mamba and model.mamba.dt_rank is not None:
         states = min(length, CHUNK) * recipe.train.micro_batch_size * model.mamba.inner_size * model.mamba.state_dim
         working = max(working, _SCANNED * states // kept.tensor)
-    working += 8 * max(tensor_sizes(model)) if kept.codes else 0
+    working += 8 * largest_linear(model) if kept.codes else 0
     logits = loss_bytes(model.padded_vocab_size * tokens // kept.tensor)
     last = (
         (kept.norm * (1 + model.embedding_layernorm) + 2 + 4 * model.embedding_norm) * model.hidden_size

@@ -7,12 +7,12 @@ The state of parameters is counted as in Rajbhandari et al., "ZeRO" (2020, arXiv
 from dataclasses import dataclass
 from functools import partial
 
-from precisionctl.architectures.families import table_of
+from precisionctl.architectures.families import architecture_of
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.recipe import ParallelSettings, Recipe
 from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.measure.activations import BytesKept, pass_bytes
-from precisionctl.trainer.measure.parameters import Parameters, tensor_sizes
+from precisionctl.trainer.measure.parameters import Parameters, largest_linear
 from precisionctl.trainer.model.loss import loss_bytes
 
 
@@ -56,9 +56,9 @@ def estimate(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: 
     codes = BytesKept.of(model, recipe, backend).codes if whole and several and recipe.casts_once else 0
     after += codes * sum(parameters.layers(recipe.parallel))  # until an update's last backward
     if fp8_lm:  # one tensor at a time is decoded, updated and encoded again
-        after += 6 * 4 * max(tensor_sizes(model))
+        after += 6 * 4 * largest_linear(model)
     elif by_muon:  # one is orthogonalized: its average, in BF16, and what becomes of both
-        after += 20 * max(tensor_sizes(model))
+        after += 20 * largest_linear(model)
     passes = pass_bytes(model, recipe, backend, partial(loss_bytes, gpu=gpu), kernels=gpu)
     most = max(after, passes)
     if recipe.train.graphs:  # graphs share no memory; each layer has its own input and gradient of its output
@@ -68,7 +68,7 @@ def estimate(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: 
     if recipe.precision.keeps_state:
         # FP32, of five roles: twice, as updates make new ones, for a capacity of up to twice as many. Modules that a
         # recipe keeps in BF16 are counted too
-        rows = (row for row in table_of(model).spelled({}, model) if row.present.in_layout("megatron", model))
+        rows = architecture_of(model.architecture).in_megatron(model)
         gemms = sum(row.count(model) for row in rows if row.gemm and not row.unused and not row.of_prediction)
         histories = 5 * gemms * recipe.precision.delayed.amax_history_len * 4 * 4
     copies = (2 + 4) * mine + moments if recipe.train.async_save and not gpu else 0

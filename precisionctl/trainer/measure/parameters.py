@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from precisionctl.architectures.families import table_of
+from precisionctl.architectures.families import architecture_of
 from precisionctl.architectures.param_map import Row
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.recipe import ParallelSettings
@@ -49,28 +49,27 @@ class Parameters:
 
 
 def _matrices(model: ModelShape) -> Iterator[tuple[Row, int]]:
-    """The rows of matrices that Megatron's layout has, each with the size of one."""
-    for row in table_of(model).spelled({}, model):
-        if row.present.in_layout("megatron", model) and row.count(model):
-            shape = row.shape(model)
-            if len(shape) == 2 and shape[0] > 1:
-                yield row, prod(shape)
+    """The rows of matrices, each with the size of one."""
+    for row in architecture_of(model.architecture).in_megatron(model):
+        shape = row.shape(model)
+        if len(shape) == 2 and shape[0] > 1:
+            yield row, prod(shape)
 
 
 def weights_used(model: ModelShape) -> int:
     """The number of weights that a token is multiplied with, as Megatron-LM counts them (`flops.py`): neither those of
     experts that it is not routed to, nor those of routers and of most indexers."""
     tied = model.hidden_size * model.padded_vocab_size if model.tied_embeddings else 0
-    layers = 0
+    used = 0
     for row, size in _matrices(model):
         name = row.megatron
         if row.of_prediction or row.unused or _NO_LINEAR.search(name) or _NOT_COUNTED.search(name):
             continue
         if ".indexer." in name and not model.csa:
             continue
-        used = model.moe.topk if row.of_experts and model.moe else 1
-        layers += size * used * sum(1 for _ in row.in_each_layer(model))
-    return layers + tied
+        in_layer = model.moe.topk if row.of_experts and model.moe else 1
+        used += size * in_layer * sum(1 for _ in row.in_each_layer(model))
+    return used + tied
 
 
 _NO_LINEAR = re.compile(r"embeddings?\.weight$|\.ape$|\.A_log$")
@@ -80,13 +79,10 @@ _NOT_COUNTED = re.compile(r"\.router\.|hyper_connection|\.hc_head|\.altup\.")
 """Routers, and what joins a layer's blocks to residual streams."""
 
 
-def tensor_sizes(model: ModelShape) -> Iterator[int]:
-    """Sizes of the larger linears' weights."""
-    of_attention = (size for each in model.attentions for size in (each.qkv_size, each.projection_size))
-    yield model.hidden_size * max(model.fc1_size, model.kv_shared_fc1_size, *of_attention)
-    yield model.hidden_size * max(model.expert_fc1_size, model.shared_fc1_size)
-    yield from (model.hidden_size * each.in_proj_size for each in (model.gdn, model.mamba) if each)
-    yield model.hidden_size * model.short_conv_size if model.short_conv else 0
+def largest_linear(model: ModelShape) -> int:
+    """The number of weights of a layer's largest linear, or of one of its experts'."""
+    in_layers = (each for each in _matrices(model) if "{layer}" in each[0].megatron)
+    return max(size for row, size in in_layers if not _NO_LINEAR.search(row.megatron))
 
 
 def compression(model: ModelShape, layer: int) -> int:

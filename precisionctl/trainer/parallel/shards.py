@@ -59,9 +59,7 @@ class ModelShards:
         """This rank's shards of a model with parameters of `dtype`."""
         mine = world.experts.local_experts(model.moe.num_experts) if model.moe else range(0)
         shards = {}
-        for row in architecture_of(model.architecture).spelled({}, model):
-            if not row.count(model) or not row.present.in_layout("megatron", model):
-                continue
+        for row in architecture_of(model.architecture).in_megatron(model):
             untrained = row.of_prediction  # not computed with, and whole on all ranks
             spec = TensorSpec(row.shape(model), DType.of(dtype), REPLICATED if untrained else row.cut(model))
             replicated = spec.parallel == REPLICATED
