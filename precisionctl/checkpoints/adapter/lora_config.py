@@ -157,7 +157,7 @@ def read_lora_config(directory: Path) -> LoraConfig:
         switches[key] = bool(value)
     with at(path):
         # last: damage is told before this
-        alpha_patterns = _patterns(list(alphas), "alpha_pattern", r"(.*\.)?(", ")$") if alphas else None
+        alpha_patterns = _patterns(list(alphas), "alpha_pattern", r"(?:.*\.)?(?:", ")$") if alphas else None
     return LoraConfig(
         rank,
         alpha,
@@ -216,7 +216,7 @@ def _names(value: list[str] | str | None, key: str) -> frozenset[str] | Patterns
     if not value or value.lower() == _ALL_LINEAR:
         return None
     try:
-        return _patterns([value], key, "(", r")\Z")
+        return _patterns([value], key, "(?:", r")\Z")
     except MappingError:
         return None
 

@@ -108,6 +108,6 @@ class GemmaCodes(DecodedWeights):
         if not own:
             return dict.fromkeys(modules, usual)
         # each in a group, as in the one pattern that transformers joins them to
-        patterns = Patterns(list(own), lambda why: self._unread(f"{why}, in `module_quant_configs`"), "(", ")")
+        patterns = Patterns(list(own), lambda why: self._unread(f"{why}, in `module_quant_configs`"), "(?:", ")")
         chosen = {module: patterns.first(module, anywhere=True) for module in modules}
         return {module: usual if first is None else bits[first] for module, first in chosen.items()}
