@@ -17,7 +17,7 @@ from precisionctl.architectures.head_rearrangements import KEY_PAIRS, QKV, Rotar
 from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.architectures.rearrangements import Alternating, Joined, Padded, Rearrangement
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
-from precisionctl.model.model_parts import MLA, HyperConnections, MoE, NgramEmbedding
+from precisionctl.model.model_parts import MLA, AltUp, HyperConnections, MoE, NgramEmbedding
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.model.recurrent_parts import GatedDeltaNet, Mamba, ShortConv
 from precisionctl.model.sparse_parts import CSA, DSA, MSA
@@ -56,6 +56,7 @@ def models(draw: st.DrawFn) -> ModelShape:
         padded_vocab_size=vocab + draw(st.integers(0, 5)),
         max_position_embeddings=8,
         norm_gate_rank=draw(sizes),
+        laurel_rank=draw(sizes),
         zero_centered_gamma=draw(st.booleans()),
         hf_zero_centered_gamma=draw(st.booleans()),
         mla=MLA(draw(sizes), draw(sizes), draw(sizes), 2 * draw(sizes), draw(sizes)),  # what turns are pairs
@@ -74,6 +75,7 @@ def models(draw: st.DrawFn) -> ModelShape:
         mamba=Mamba("M" * num_layers, groups * per_group, head, groups, draw(sizes), dt_rank=draw(sizes)),
         csa=CSA("W" * num_layers, draw(sizes), draw(sizes), groups, *(draw(sizes) for _ in range(4))),
         mhc=HyperConnections(draw(sizes), 1, lowrank=draw(sizes)),
+        altup=AltUp(draw(sizes)),
         ple=NgramEmbedding((True,) * num_layers, 8, draw(sizes), 3, 2, *(draw(sizes) for _ in range(3)), 0),
         attention_output_gate=draw(st.booleans()),
         per_layer_embed_dim=draw(sizes),
