@@ -47,6 +47,11 @@ def open_checkpoint(path: Path, iteration: int | None = None, hints: Hints = NO_
     return reader
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether a container recognises a directory. It is not opened, and may be damaged."""
+    return _is_known(path, discover(checkpoints, "CONTAINER", Container))
+
+
 def _advice(path: Path, containers: Sequence[Container], wanted: str) -> str:
     """The advice in the error for a directory that is no checkpoint."""
     inside = sorted(path.iterdir()) if path.is_dir() else [path]

@@ -10,6 +10,7 @@ import click
 
 from precisionctl.cli.group import Command, print_json
 from precisionctl.cli.options import CHECKPOINT, POSITIVE, STATE, EngineName, is_given, json_option, reference_option
+from precisionctl.errors import PrecisionctlError
 
 
 @click.command(
@@ -101,14 +102,27 @@ def compare_checkpoints(
     """Print the differences of two checkpoints, opened with what a reference says of either. Returns whether they are
     equal."""
     from precisionctl import console
+    from precisionctl.checkpoints.base import WITH_REFERENCE
     from precisionctl.commands.hints import open_hinted
     from precisionctl.commands.source_notes import opened_notes, vocabulary_notes
     from precisionctl.reports import verify as report
     from precisionctl.verify.compare import compare
 
-    left, right = (open_hinted(path, reference=reference) for path in (a, b))
+    command = ["precisionctl", "verify", str(a), str(b), *(["--fp8"] if fp8 else [])]
+    command += ["--fp8-state", str(fp8_state)] if fp8_state else []
     progress = partial(console.bytes_progress, "comparing")
-    comparison = compare(left, right, fp8=fp8, state_file=fp8_state, workers=workers, progress=progress)
+    try:
+        left, right = (open_hinted(path, reference=reference) for path in (a, b))
+        comparison = compare(left, right, fp8=fp8, state_file=fp8_state, workers=workers, progress=progress)
+    except PrecisionctlError as error:
+        if reference or WITH_REFERENCE not in error.do:
+            raise
+        # not done unasked: settings that a side gets from the other one are compared no more
+        known = next((path for path in (a, b) if (path / "config.json").is_file()), None)
+        told = f"Give the other's config.json: `{shlex.join([*command, '--reference', str(known)])}`."
+        if known is None:
+            told = f"Give a Hugging Face directory of the same model: `{shlex.join(command)} --reference HF_DIR`."
+        raise type(error)(error.what, where=error.where, do=error.do.replace(WITH_REFERENCE, told)) from error
     if json_wanted:
         print_json(comparison.as_json())
     else:
@@ -117,8 +131,6 @@ def compare_checkpoints(
         advice = [*chain.from_iterable(map(vocabulary_notes, (left, right)))] if other_rows else []
         if advice:
             known = (path for path, reader in ((b, right), (a, left)) if "config.json" in reader.companions.files)
-            command = ["precisionctl", "verify", str(a), str(b), *(["--fp8"] if fp8 else [])]
-            command += ["--fp8-state", str(fp8_state)] if fp8_state else []
             advice.append(f"Compare again: {shlex.join([*command, '--reference', str(next(known, 'HF_DIR'))])}")
         opened = [*opened_notes(a, left), *opened_notes(b, right)]
         console.show_lines([*opened, *report.left_out(comparison), report.verdict(comparison), *advice])

@@ -286,7 +286,8 @@ def carry_out(request: "Request", how: Writing) -> "tuple[PlannedCommand | None,
     with here.together():  # planning too: an error on one rank is raised on all
         command = plan_command(request)
         total = (2 if how.verify else 1) * command.plan.nbytes // here.count
-        with kept_when_stopped(), console.bytes_progress("writing", total, quiet=not here.first) as on_bytes:
+        doing = "writing and reading back" if how.verify else "writing"
+        with kept_when_stopped(), console.bytes_progress(doing, total, quiet=not here.first) as on_bytes:
             outcome = execute(
                 command, workers=how.workers, restart=how.restart, verify=how.verify, ranks=here, on_bytes=on_bytes
             )
@@ -331,7 +332,8 @@ def next_step(request: "Request", command: "PlannedCommand", *, compared: bool) 
             try:
                 open_checkpoint(command.output.path)
             except (PrecisionctlError, OSError):  # the result is there: no error of a hint may fail the command
-                inspect += f" --reference {shlex.quote(str(request.source))}"
+                # first, as a source that needs one has no config of its own: an adapter, DeepSpeed's, DCP
+                inspect += f" --reference {shlex.quote(str(request.reference or request.source))}"
         return f"To see what it holds: {inspect}"
     reference = f" --reference {shlex.quote(str(request.reference))}" if request.reference else ""
     return f"To compare both: precisionctl verify {shlex.quote(str(request.source))} {path}{reference}"

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from precisionctl.checkpoints.open import is_checkpoint
 from precisionctl.errors import DataError
 from precisionctl.paths import own_name
 from precisionctl.trainer.measure.metrics import FILE, SHADOWS, read_metrics, relative_gap
@@ -50,6 +51,8 @@ def read_curve(path: Path, name: str) -> Curve:
         losses = {row["step"]: row["loss"] for row in read_metrics(file) if "skipped" not in row}
     except OSError as error:
         do = "Give a folder that `precisionctl resume --out` wrote, or its metrics file."
+        if is_checkpoint(path):
+            do += " To compare two checkpoints: `precisionctl verify A B`."
         raise DataError(f"no metrics to read: {error.strerror}", where=file, do=do) from None
     if not losses:
         raise DataError("no step has a loss yet", where=file)

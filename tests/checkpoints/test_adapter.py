@@ -32,7 +32,7 @@ from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import read_rows
 from precisionctl.checkpoints.hf_directory.companions import TEMPLATES
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.errors import MappingError, PrecisionctlError, PrecisionError, UnknownFormat, UnsafePickle
+from precisionctl.errors import MappingError, PrecisionctlError, PrecisionError, ShapeMismatch, UnknownFormat, UnsafePickle
 
 PREFIX = "base_model.model."
 Q = "model.layers.0.self_attn.q_proj"
@@ -419,6 +419,16 @@ def test_of_a_base_without_a_table_too(tmp_path: Path) -> None:
     tensors = {f"{embedding}.lora_embedding_A": random(4, 250), f"{embedding}.lora_embedding_B": random(64, 4)}
     with pytest.raises(MappingError, match="changes one of the two"):
         merge(tmp_path / "base", tmp_path / "other", tensors)
+
+
+@pytest.mark.parametrize(("out", "into", "wrong"), [(64, 72, "A"), (72, 64, "B")])
+def test_the_factor_that_does_not_fit_the_base_is_the_one_that_is_named(
+    llama: Path, tmp_path: Path, out: int, into: int, wrong: str
+) -> None:
+    shape = [4, into] if wrong == "A" else [out, 4]
+    told = f"{Q}.lora_{wrong}.weight` is {shape}, but `{Q}.weight` is [64, 64]"
+    with pytest.raises(ShapeMismatch, match=re.escape(told)):
+        merge(llama, tmp_path / "out", linear(Q, out, into))
 
 
 def test_an_adapter_without_tensors_is_refused(llama: Path, tmp_path: Path) -> None:

@@ -87,6 +87,25 @@ def test_a_command_without_a_reference_is_not_told_to_take_one(tmp_path: Path, c
         assert "--reference" not in misplaced(" ".join(told.output.split()), command[0])
 
 
+def test_verify_gives_its_own_command_again_with_the_side_that_says_what_the_other_lacks(tmp_path: Path) -> None:
+    gguf_files.source(tmp_path / "hf", rope_parameters=gguf_files.LLAMA3 | {"original_max_position_embeddings": 32})
+    run("export-inference", tmp_path / "hf", tmp_path / "gguf", "--target", "llama.cpp", "--workers", 1)
+    for a, b in (("hf", "gguf"), ("gguf", "hf")):
+        told = run("verify", tmp_path / a, tmp_path / b, "--fp8").stderr
+        command = f"precisionctl verify {tmp_path / a} {tmp_path / b} --fp8 --reference {tmp_path / 'hf'}"
+        assert told.endswith(f" Give the other's config.json: `{command}`.\n")
+        assert run(*command.split()[1:]).exit_code == 0
+    told = run("verify", tmp_path / "gguf", tmp_path / "gguf").stderr
+    assert told.endswith(f"`precisionctl verify {tmp_path / 'gguf'} {tmp_path / 'gguf'} --reference HF_DIR`.\n")
+
+
+def test_two_checkpoints_are_told_who_compares_them(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "qwen3")
+    (tmp_path / "empty").mkdir()
+    assert "To compare two checkpoints: `precisionctl verify A B`." in run("compare", *[tmp_path / "hf"] * 2).stderr
+    assert "verify" not in run("compare", *[tmp_path / "empty"] * 2).stderr
+
+
 def test_an_unknown_family_is_told_what_helps_and_not_all_that_is_known(tmp_path: Path) -> None:
     pico.save(tmp_path, "qwen3")
     config = tmp_path / "config.json"

@@ -236,8 +236,10 @@ class AdapterReader:
         shape = self._stored.specs[replaced].shape if replaced else self.base.specs[name].shape
         if len(shape) != 2:
             raise MappingError(f"`{name}` is {list(shape)}: only matrices have low-rank changes")
-        if (self._spec_of(b)[0], self._spec_of(a)[1]) != (shape[::-1] if transposed else shape):
-            raise _other_shape(a, self._stored.specs[a], f"`{name}` is {list(shape)}")
+        out, into = shape[::-1] if transposed else shape
+        for factor, fits in ((a, self._spec_of(a)[1] == into), (b, self._spec_of(b)[0] == out)):
+            if not fits:
+                raise _other_shape(factor, self._stored.specs[factor], f"`{name}` is {list(shape)}")
         rank, target = self._rank(a, b, 1), _NESTED.sub("", module)
         named = f"{target}.weight" if self._config.adapts_parameter(f"{target}.weight") else target
         return LowRank(a, b, self._config.scale(named, rank), transposed, self._magnitude(stored, shape, transposed))
