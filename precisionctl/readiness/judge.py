@@ -251,7 +251,7 @@ def _by_history(history: History) -> Iterator[RoleFinding]:
     if history.infinite:
         yield RoleFinding("recalibrate", "infinite", ("delayed",), "an infinite amax, which freezes the scale")
     if history.growth is not None and history.growth > GROWTH.value:
-        what = f"amax has grown {history.growth:.3g} times within {counted(history.rows, 'row')}"
+        what = f"amax has grown {history.growth:.3g} times within {counted(history.rows, 'pass', 'passes')}"
         yield RoleFinding("watch", "growth", FP8_SCALINGS, what)
     if history.silent:
         yield RoleFinding("watch", "silent", ("delayed",), f"{counted(history.silent, 'expert')} recorded nothing")

@@ -35,7 +35,7 @@ GROWTH = Threshold(4.0, "4 times", "ours")
 """Ratio of the newest amaxes to the oldest. A growth of 4 takes two of the 18 binades of E4M3 within one history; the
 differences between batches are smaller."""
 
-TREND_ROWS = Threshold(8, "8 rows", "ours")
+TREND_ROWS = Threshold(8, "8 passes", "ours")
 """Recorded rows that a history needs for a trend: below this, a quarter of the history is a single batch."""
 
 PASSES = Threshold(64, "64 passes", "ours")

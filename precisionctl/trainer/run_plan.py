@@ -109,18 +109,21 @@ class RunPlan:
             skipping = "; --skip schedule takes the recipe's" if begins else ""
             yield f"learning rates: the checkpoint's ({self.schedule.words}): {rates}{skipping}"
             return
-        of_what = f"the recipe's {recipe.schedule.kind} of optimizer.lr {recipe.optimizer.lr:.2e}"
-        if "schedule" in self.skipped or not source.iteration or not begins:
-            yield f"learning rates: {of_what}: {rates}"
-        else:
-            theirs = loading.others_run(source, self.skipped, recipe.optimizer)
-            why = ", as --set says" if loading.sets_rates(self.settings.overrides) else ""
+        peak = f"optimizer.lr {recipe.optimizer.lr:.2e}"
+        yield f"learning rates: the recipe's {recipe.schedule.kind} of {peak}: {rates}"
+        if "schedule" not in self.skipped and source.iteration and begins:
+            set_here = loading.sets_rates(self.settings.overrides)
+            why = "as --set says, " if set_here else ""
             if not why and run_folder.saved_of(source) is None:
-                why = ", as the checkpoint has no schedule"
+                why = "as the checkpoint has none, "
+            yield f"schedule: {why}the recipe's goes on after step {begun}; --skip schedule begins it at step 0"
+            theirs = loading.others_run(source, self.skipped, recipe.optimizer)
             had = theirs.settings if theirs else {}
-            last = f"; the checkpoint's last rate was {had['lr']:.2e}" if "lr" in had else ""
-            peak = f", its rate before the schedule {had['initial_lr']:.2e}" if last and "initial_lr" in had else ""
-            yield f"learning rates: {of_what}{why}: {rates}; --skip schedule begins it at step 0{last}{peak}"
+            if "lr" in had:
+                before = had.get("initial_lr", had["lr"])
+                first = f", and {before:.2e} before any schedule" if "initial_lr" in had else ""
+                how = "" if set_here else f" (--set optimizer.lr={before:g} takes that in place of {peak})"
+                yield f"the checkpoint's last learning rate was {had['lr']:.2e}{first}{how}"
         if problem := misfit(recipe):
             yield problem
 

@@ -451,6 +451,7 @@ def test_convert_there_and_back_and_verify_agree(tmp_path):
     assert "Read back" not in run("convert", source, megatron, "--to", "megatron").stdout
     done = run("convert", megatron, back, "--to", "hf", "--max-shard-size", "50kB", "--verify")
     assert done.exit_code == 0 and "\nRead back and compared with the source: the same.\n" in done.stdout
+    assert done.stderr.startswith("writing and reading back ")
     assert len(list(back.glob("*.safetensors"))) > 1
     assert run("verify", source, back).exit_code == 0
     pico.save(tmp_path / "other", seed=1)

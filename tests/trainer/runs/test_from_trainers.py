@@ -102,8 +102,9 @@ def test_resume_goes_on_from_a_trainers_directory_and_says_with_what(tmp_path: P
     said = "\n".join(beginning(started))
     assert "optimizer: masters and moments of the checkpoint, after 2 updates; it had beta2 0.999, here 0.95" in said
     assert "here 0.95 (--set optimizer.beta2=0.999 keeps it)" in said
-    assert ", as --set says: 1.00e-03 in step 3; --skip schedule" in said  # a tenth of the peak, where the cosine ends
-    assert "at step 0; the checkpoint's last rate was 1.00e-03, its rate before the schedule 2.00e-03" in said
+    assert ": 1.00e-03 in step 3\n" in said  # a tenth of the peak, where the cosine ends
+    assert "schedule: as --set says, the recipe's goes on after step 2; --skip schedule begins it at step 0\n" in said
+    assert "the checkpoint's last learning rate was 1.00e-03, and 2.00e-03 before any schedule\n" in said
     assert "not carried over from the run: the schedule of learning rates, whose kind is not stored, " in said
     saved: Any = open_checkpoint(finished.checkpoint)
     assert saved.common["optimizer"]["optimizer"]["state"]["common_step"] == 3
