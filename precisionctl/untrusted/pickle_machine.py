@@ -127,7 +127,7 @@ def run(data: bytes, at: int, find_class: FindClass, persistent: PersistentLoad)
             state = stack.pop()
             budget.spend(_OF_CALL)
             budget.spend_on(state)
-            _build(stack[-1], state)
+            _build(stack[-1], state, budget)
         elif code == _SETITEMS:
             items, stack = stack, below.pop()
             check_keys(items[::2])
@@ -219,8 +219,8 @@ class _Budget:
         return value
 
     def spend_on(self, value: Any) -> None:
-        """Count what a callable may copy of a value: its items, and the items of containers among them. A list is what
-        a set is made of. Eight characters count as one word, as NumPy arrays are copied twice (text, bytes, array)."""
+        """Count what a callable may copy of a value: its items, and the items of containers among them. A list is all
+        that a set is made of (safe_pickle.plain_set). Eight characters count as one word, as NumPy arrays are copied twice (text, bytes, array)."""
         parts = value if type(value) is tuple else (value,)
         count = len(parts)
         for part in parts:
@@ -240,7 +240,8 @@ _OF_FIRST: Mapping[type, int] = {list: 4, dict: 20}
 """Words of CPython's containers: of empty ones with their place on the stack, and what the first item adds. Further
 ones cost about as much as the bytes that they are made of."""
 _OF_TUPLE, _OF_ITEM, _OF_CALL = 6, 13, 10
-"""Words of a tuple, of an item of a set, whose table is four times as long when it grows, and of a small object."""
+"""Words of a tuple, of an item of a set or of a dict that is copied, whose tables are several times as long when they
+grow, and of a small object."""
 
 
 def _of_set(items: int) -> int:
@@ -288,13 +289,14 @@ def _filled(container: Any, kind: type) -> Any:
     return container
 
 
-def _build(changed: Any, state: Any) -> None:
+def _build(changed: Any, state: Any, budget: _Budget) -> None:
     """Give an object its state, if that cannot replace attributes that Python itself looks up, such as `__class__`.
     Raises UnsafePickle for one that must not change."""
     kind: Any = type(changed)
     if isinstance(changed, dict):
         return  # its state is dropped: `_metadata` of a state dict, but it could also be `get`, `items`
     if kind is argparse.Namespace and type(state) is dict:
+        budget.spend(_OF_FIRST[dict] + _OF_ITEM * len(state))  # for it is copied
         vars(changed).update(state)
     elif kind is io.BytesIO and type(state) is tuple and len(state) == 3 and state[2] is None:
         changed.__setstate__(state)

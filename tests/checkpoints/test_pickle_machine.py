@@ -3,11 +3,14 @@
 import pickle
 import pickletools
 import tracemalloc
+from contextlib import suppress
 
 import pytest
 from hypothesis import given, strategies as st
 
+from precisionctl.checkpoints.torch_files import dcp_metadata, torch_zip
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
+from precisionctl.fp8 import te_pickle
 from precisionctl.untrusted import safe_pickle
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
@@ -141,6 +144,48 @@ def test_what_is_many_times_as_large_in_memory_as_in_a_file_is_refused(opcodes: 
     data = b"\x80\x04" + before + opcodes * (400_000 // len(opcodes)) + b"."
     with pytest.raises(DamagedCheckpoint, match="too many containers, or copies"):
         safe_pickle.loads(data, OF_PROTOCOL_2, "here")
+
+
+MANY = range(300, 1300)
+ARGUMENTS = {
+    "list": list(MANY),
+    "tuple": tuple(MANY),
+    "dict": dict.fromkeys(MANY),
+    "dict of names": {f"option_{number}": number for number in MANY},
+    "set": set(MANY),
+    "frozenset": frozenset(MANY),
+    "text": "".join(map(chr, MANY)),
+    "Latin text": "\xe9" * 1000,
+    "bytes": bytes(1000),
+    "state of BytesIO": (bytes(1000), 0, None),
+}
+
+
+@pytest.mark.parametrize(
+    "allowed",
+    [torch_zip._OBJECTS, dcp_metadata._ALLOWED, te_pickle._IN_ARCHIVE],
+    ids=["torch.save", ".metadata", "Transformer Engine"],
+)
+@pytest.mark.parametrize("argument", ARGUMENTS.values(), ids=ARGUMENTS)
+def test_no_callable_makes_of_an_argument_more_memory_than_a_pickle_may_take(
+    allowed: safe_pickle.Allowed, argument: object
+) -> None:
+    """An argument that four bytes put on the stack again, hundreds of times."""
+    stored = pickle.dumps(argument, 2)[2:-1]
+    opcodes = pickletools.genops(b"\x80\x02" + stored + b".")
+    at = sum(opcode.name in ("BINPUT", "LONG_BINPUT") for opcode, _, _ in opcodes)
+    of_argument, of_callable = (number.to_bytes(4, "little") for number in (at, at + 1))
+    for module, name in [name for name, found in allowed.items() if callable(found)]:
+        head = b"\x80\x02" + stored + b"r" + of_argument + b"0"
+        head += f"c{module}\n{name}\nr".encode() + of_callable
+        for use in (b"%b\x85R", b"%bX\x06\x00\x00\x00latin1\x86R", b"%b\x85\x81", b")\x81%bb", b")R%bb"):
+            pickled = head + (b"j" + of_callable + use % (b"j" + of_argument)) * 300 + b"."
+            tracemalloc.start()
+            with suppress(CheckpointError):
+                safe_pickle.loads(pickled, allowed, "here")
+            most = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            assert most < 50 * len(pickled) + (1 << 20), (module, name, use)
 
 
 @pytest.mark.parametrize(
