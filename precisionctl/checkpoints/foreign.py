@@ -64,6 +64,10 @@ def _has(*patterns: str) -> Callable[[Path], str | None]:
     return find
 
 
+def _unfinished_save(path: Path) -> str | None:
+    return _has("*.distcp", "iter_*/*.distcp")(path) if path.is_dir() else None  # with an index a container reads it
+
+
 def _without_params(path: Path) -> str | None:
     there = path.is_dir() and (path / "params.json").exists()
     return None if there else _has("consolidated*.safetensors", "consolidated.*.pth")(path)
@@ -218,6 +222,12 @@ UNREAD = (
         "`.unfinished` in a directory `*.partial`",
         GOES_ON,
         lambda path: "" if is_unfinished(path) else None,
+    ),
+    Foreign(
+        "a save of Megatron or PyTorch (DCP) that did not finish, or was copied in part",
+        "`*.distcp`, there or in `iter_*`, and no `.metadata`",
+        "Its index, `.metadata`, is written last. Copy the checkpoint again, or give an earlier one.",
+        _unfinished_save,
     ),
     Foreign(
         "a folder with an archive of NeMo 1 in it",

@@ -267,7 +267,9 @@ exclude_option = click.option(
     help="Do not encode linears whose names match, e.g. '*.shared_experts.*'.",
 )
 iteration_option = click.option(
-    "--iteration", type=int, help="Iteration (step) to read of several in a directory. Default: the newest."
+    "--iteration",
+    type=int,
+    help="Iteration (step) to read of several in a directory. Default: the one that its tracker names, or the newest.",
 )
 
 

@@ -15,9 +15,11 @@ from precisionctl.checkpoints.hf_directory.companions import is_tokenizer
 from precisionctl.checkpoints.hf_directory.config_json import GENERATION
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron.directory import by_arguments, contradictions, of_megatron
-from precisionctl.checkpoints.megatron.keys import RUN_FILE
+from precisionctl.checkpoints.megatron.keys import RUN_FILE, later_notes
 from precisionctl.checkpoints.other_trainers.trainer_run import of_trainer
 from precisionctl.checkpoints.run_reader import of_run
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
 from precisionctl.commands.source import Source
 from precisionctl.errors import CheckpointError, PrecisionctlError, shown
 from precisionctl.export.encode import fp8_jobs
@@ -104,9 +106,11 @@ def kept_notes(source: Source, jobs: Iterable[Job], *, options: str) -> Iterator
 
 
 def opened_notes(given: Path, reader: Reader) -> Iterator[str]:
-    """A note on which directory was opened in the one that was `given`."""
+    """Notes on which directory was opened in the one that was `given`, and that a later iteration is there."""
     if reader.path and reader.path.resolve() != given.resolve():
         yield f"Read: {reader.path}"
+        if isinstance(reader, TorchDistReader | LegacyReader):
+            yield from later_notes(reader.path, reader.complete)
 
 
 def family_notes(reader: Reader, model: ModelShape, to: Layout, *, named: bool) -> Iterator[str]:

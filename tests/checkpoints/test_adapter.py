@@ -32,7 +32,14 @@ from precisionctl.checkpoints.base import Hints
 from precisionctl.checkpoints.chunks import read_rows
 from precisionctl.checkpoints.hf_directory.companions import TEMPLATES
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.errors import MappingError, PrecisionctlError, PrecisionError, ShapeMismatch, UnknownFormat, UnsafePickle
+from precisionctl.errors import (
+    MappingError,
+    PrecisionctlError,
+    PrecisionError,
+    ShapeMismatch,
+    UnknownFormat,
+    UnsafePickle,
+)
 
 PREFIX = "base_model.model."
 Q = "model.layers.0.self_attn.q_proj"

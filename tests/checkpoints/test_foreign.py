@@ -150,6 +150,16 @@ MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "here/lora_adapter, with --reference BASE",
     ),
     "PaddlePaddle": (as_paddle, "linears are transposed", "save_to_hf=True"),
+    "a save without its end": (
+        files("common.pt", "__0_0.distcp"),
+        r"a save of Megatron or PyTorch \(DCP\) that did not finish",
+        "give an earlier one",
+    ),
+    "a run whose only save has no end": (
+        files("latest_checkpointed_iteration.txt", "iter_0000050/common.pt", "iter_0000050/__0_0.distcp"),
+        r"a save of Megatron or PyTorch .* did not finish, .*iter_0000050/__0_0",
+        "Copy the checkpoint again",
+    ),
     "NeMo 1": (files("model.nemo"), "NeMo 1", r"here/model\.nemo"),
     "Meta's files": (files("consolidated.00.pth"), "Mistral's own files or Meta's", r"Copy params\.json"),
     "Mistral's files": (files("consolidated.safetensors"), "Mistral's own files or Meta's", r"Copy params\.json"),

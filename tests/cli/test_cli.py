@@ -506,7 +506,9 @@ def test_a_file_that_says_not_which_rotary_scaling_it_has_is_told_to_be_read_wit
     (lora / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
     factors = {"A": torch.ones(4, 64), "B": torch.ones(64, 4)}
     module = "base_model.model.model.layers.0.self_attn.q_proj"
-    save_file({f"{module}.lora_{one}.weight": each for one, each in factors.items()}, lora / "adapter_model.safetensors")
+    save_file(
+        {f"{module}.lora_{one}.weight": each for one, each in factors.items()}, lora / "adapter_model.safetensors"
+    )
     made = run("export-inference", lora, tmp_path / "of lora", "--target", "llama.cpp", "--reference", base)
     command = shlex.split(made.stdout.splitlines()[-1].partition("precisionctl ")[2])
     assert command[2:] == ["--reference", str(base)] and run(*command).exit_code == 0

@@ -22,13 +22,15 @@ from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.chunks import read_tensor
 from precisionctl.checkpoints.megatron import keys
 from precisionctl.checkpoints.megatron.carried_run import CarriedRun, carry_run
+from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist import placement
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader, recognise
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_files import dcp_metadata
 from precisionctl.checkpoints.torch_files.torch_zip import Span
+from precisionctl.commands.source_notes import opened_notes
 from precisionctl.dtypes import DType
-from precisionctl.errors import CheckpointError, DamagedCheckpoint
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnknownFormat
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
 from precisionctl.param import Parallelism
@@ -235,6 +237,54 @@ def test_the_tracker_names_the_newest_iteration_and_any_complete_one_can_be_name
     (tmp_path / "latest_checkpointed_iteration.txt").unlink()
     with pytest.raises(CheckpointError, match="Name another iteration"):
         TorchDistReader(tmp_path)
+
+
+def test_a_save_that_did_not_finish_is_no_complete_iteration_and_one_that_is_can_be_read(tmp_path: Path) -> None:
+    """`.metadata` is written before metadata.json: a copy may lack either."""
+    for iteration in (20, 40, 50):
+        write(tmp_path / keys.directory_name(iteration), values(specs()), run=CarriedRun(iteration))
+    keys.write_tracker(tmp_path, 50)
+    advice = (
+        r"Name another iteration, as `--iteration 40`, or by its path. Complete ones: iter_0000020, iter_0000040\.$"
+    )
+    newest = tmp_path / "iter_0000050"
+    data = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    whole = data.read_bytes()
+    data.write_bytes(whole[:-1])
+    with pytest.raises(DamagedCheckpoint, match=f"It is truncated; copy the checkpoint again. {advice}"):
+        open_checkpoint(tmp_path)
+    data.unlink()
+    with pytest.raises(DamagedCheckpoint, match=f"a file is missing .* {advice}"):
+        open_checkpoint(tmp_path)
+    data.write_bytes(whole)
+    (newest / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match=f"iter_0000050 is not a complete checkpoint .* {advice}"):
+        open_checkpoint(tmp_path)
+    assert TorchDistReader(tmp_path, 40).iteration == 40
+    with pytest.raises(DamagedCheckpoint, match=r"a file is missing \(.*iter_0000050/.metadata\)"):
+        open_checkpoint(newest)
+    (newest / "metadata.json").unlink()
+    with pytest.raises(UnknownFormat, match="did not finish"):
+        open_checkpoint(newest)
+
+
+def test_a_later_iteration_than_the_one_that_is_read_is_told_of(tmp_path: Path) -> None:
+    for iteration in (40, 50):
+        write(tmp_path / keys.directory_name(iteration), values(specs()), run=CarriedRun(iteration))
+    keys.write_tracker(tmp_path, 40)
+
+    def notes(given: Path, iteration: int | None = None) -> list[str]:
+        return [*opened_notes(given, TorchDistReader(given, iteration))]
+
+    read = f"Read: {tmp_path / 'iter_0000040'}"
+    assert notes(tmp_path) == [read, "iter_0000050 is there too, later, and not named by the tracker."]
+    assert notes(tmp_path / "iter_0000040") == []
+    (tmp_path / "iter_0000050" / "metadata.json").unlink()
+    assert notes(tmp_path) == [read, "iter_0000050 is there too, later, and not complete."]
+    keys.write_tracker(tmp_path, 50)
+    assert notes(tmp_path, 40) == [read], "the user chose it"
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("?")
+    assert len(notes(tmp_path, 40)) == 2
 
 
 def test_a_release_belongs_to_no_iteration(tmp_path):

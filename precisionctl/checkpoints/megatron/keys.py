@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints.output import replace_file
 from precisionctl.checkpoints.torch_files import torch_zip
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
-from precisionctl.paths import own_name
+from precisionctl.paths import above, own_name
 from precisionctl.torch_when_used import torch
 from precisionctl.untrusted.safe_files import check_link, has_file, read_file
 from precisionctl.untrusted.safe_pickle import is_count
@@ -63,6 +64,7 @@ _ONE_EXPERT = re.compile(
 _SHARD = re.compile(r"(.+)/shard_(\d{1,9}(?:\.\d{1,9})?)_\d+(?:\.\d+)?")
 
 
+_ITERATION = re.compile(r"iter_(\d{1,15})")
 _OF_GPT_MTP = re.compile(r"\.mtp_model_layer\.(?!layers\.)")
 
 
@@ -164,11 +166,6 @@ def write_tracker(top: Path, iteration: int | None) -> None:
     replace_file(top / TRACKER, "release" if iteration is None else str(iteration))
 
 
-def has_marker(directory: Path) -> bool:
-    """Whether a directory is a complete checkpoint: its marker is written last."""
-    return (directory / MARKER).is_file()
-
-
 def find_iteration(path: Path, iteration: int | None, complete: Callable[[Path], bool]) -> Path:
     """The directory of an iteration under `path`: that of `iteration`, if given; else `path` itself, if it is an
     iteration; else the one that Megatron-LM's tracker names, or else Megatron-Bridge's. `complete` says whether a
@@ -179,26 +176,57 @@ def find_iteration(path: Path, iteration: int | None, complete: Callable[[Path],
     """
     if iteration is None and complete(path):
         return path
-    there = sorted(entry.name for entry in path.iterdir() if entry.is_dir() and complete(entry))
-    advice = f"Name another iteration. Complete ones: {', '.join(there) or 'none'}."
+    there = _complete_in(path, complete)
+    advice = another_iteration(path, complete) or "No iteration in it is complete: copy the checkpoint again."
     if iteration is not None and (complete(path) or there == ["release"]):  # which has no number
         advice = f"Leave --iteration out: there is only {there[0] if there else 'this one'}."
 
-    wanted: int | None  # None: the release
-    if iteration is not None:
-        wanted = iteration
-    elif has_file(path / TRACKER, path):
-        wanted = read_tracker(path, advice)
-    elif has_file(path / BRIDGE_TRACKER, path):
-        wanted = _bridge_step(path)
-    else:
+    name = directory_name(iteration) if iteration is not None else _tracked(path, advice)
+    if name is None:
         raise CheckpointError(f"there is no {TRACKER} to say which iteration is meant", where=path, do=advice)
-
-    found = path / directory_name(wanted)
-    if found.name not in there:
-        raise CheckpointError(f"{found.name} is not a complete checkpoint", where=path, do=advice)
+    if name not in there:
+        raise CheckpointError(f"{name} is not a complete checkpoint", where=path, do=advice)
+    found = path / name
     check_link(found, path)
     return found
+
+
+def _complete_in(path: Path, complete: Callable[[Path], bool]) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir() if entry.is_dir() and complete(entry))
+
+
+def another_iteration(path: Path, complete: Callable[[Path], bool], but: str = "") -> str:
+    """Advice to read another iteration in a directory than the one that is named `but`; empty if no other one is
+    complete."""
+    others = [name for name in _complete_in(path, complete) if name != but]
+    if not others:
+        return ""
+    numbers = [int(match[1]) for name in others if (match := _ITERATION.fullmatch(name))]
+    option = f"as `--iteration {max(numbers)}`, or " if numbers else ""
+    return f"Name another iteration, {option}by its path. Complete ones: {', '.join(others)}."
+
+
+def later_notes(read: Path, complete: Callable[[Path], bool]) -> Iterator[str]:
+    """A note on the last iteration beside the one that was `read`, if that is earlier and the tracker does not name the
+    last."""
+    path = above(read)
+    numbered = {int(match[1]): one for one in path.iterdir() if (match := _ITERATION.fullmatch(one.name))}
+    mine = _ITERATION.fullmatch(own_name(read))
+    if mine and (number := max(numbered, default=0)) > int(mine[1]):
+        last, tracked = numbered[number], None
+        with suppress(DamagedCheckpoint):  # the user has named the iteration
+            tracked = _tracked(path, "")
+        if last.name != tracked:
+            why = "not named by the tracker" if complete(last) else "not complete"
+            yield f"{last.name} is there too, later, and {why}."
+
+
+def _tracked(path: Path, advice: str) -> str | None:
+    """The name of the directory that Megatron-LM's tracker names, or else Megatron-Bridge's; None without either.
+    Raises DamagedCheckpoint for one that names none."""
+    if has_file(path / TRACKER, path):
+        return directory_name(read_tracker(path, advice))
+    return directory_name(_bridge_step(path)) if has_file(path / BRIDGE_TRACKER, path) else None
 
 
 def _bridge_step(path: Path) -> int:

@@ -26,8 +26,8 @@ from precisionctl.checkpoints.megatron.keys import (
     COMMON_OBJECT,
     EXTRA_STATE,
     MARKER,
+    another_iteration,
     find_iteration,
-    has_marker,
     iteration_of,
     object_name,
 )
@@ -88,6 +88,11 @@ def _is_torch_dist(marker: Path, path: Path) -> bool:
         raise
 
 
+def _is_complete(directory: Path) -> bool:
+    """Whether a directory has what a save writes last: PyTorch's index, and then Megatron's marker."""
+    return all((directory / name).is_file() for name in (dcp_metadata.FILE, MARKER))
+
+
 class TorchDistReader(MegatronReader):
     """A Megatron `torch_dist` checkpoint: the directory of an iteration, or one of several (`iteration`, else the
     newest); also in the directories of NeMo 2 and verl.
@@ -103,8 +108,7 @@ class TorchDistReader(MegatronReader):
     container = "torch_dist"
     encodings: Mapping[str, Encoding] = {}
 
-    complete = staticmethod(has_marker)
-    """Whether a directory is a complete checkpoint."""
+    complete = staticmethod(_is_complete)
 
     def __init__(
         self, path: Path, iteration: int | None = None, hints: Hints = NO_HINTS, index: dcp_metadata.Index | None = None
@@ -318,12 +322,18 @@ def _find(
     inner = [name for name in INNER if iteration is None and complete(path / name)]
     top = path / inner[0] if inner else path
     check_link(top, path)
-    found = find_iteration(top, iteration, complete)
+    marked = iteration is None and _is_torch_dist(top / MARKER, top)  # perhaps without its index, which is told then
+    found = top if marked else find_iteration(top, iteration, complete)
+    try:
+        index = dcp_metadata.read_index(found)
+    except DamagedCheckpoint as error:
+        another = another_iteration(top, complete, found.name) if found != top else ""
+        raise type(error)(error.what, where=error.where, do=f"{error.do} {another}".strip()) from error
     apart = INNER[inner[0]] if inner else None
     if apart is None or not complete(beside := path / apart):
-        return found, None, dcp_metadata.read_index(found)
+        return found, None, index
     check_link(beside, path)
-    index, of_run = dcp_metadata.read_index(found), dcp_metadata.read_index(beside)
+    of_run = dcp_metadata.read_index(beside)
     if twice := index.tensors.keys() & of_run.tensors.keys():
         raise DamagedCheckpoint(f"`{min(twice)}` is there twice", where=beside)
     both = dcp_metadata.Index({**index.tensors, **of_run.tensors}, {**of_run.objects, **index.objects})

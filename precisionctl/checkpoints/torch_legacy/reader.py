@@ -89,6 +89,7 @@ class LegacyReader(MegatronReader):
     """
 
     container = "torch"
+    complete = staticmethod(is_legacy)
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class LegacyReader(MegatronReader):
         """`ranks` are those of `path`, for a subclass that has read them; else they are looked for and read."""
         self.path, self.hints = path, hints
         if ranks is None:
-            self.path = find_iteration(path, iteration, complete=is_legacy)
+            self.path = find_iteration(path, iteration, self.complete)
             ranks = read_ranks(self.path)
         self.parallelism, self._ranks = ranks
         self._first = self._ranks[0].content
