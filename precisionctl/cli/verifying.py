@@ -118,9 +118,9 @@ def compare_checkpoints(
         if reference or WITH_REFERENCE not in error.do:
             raise
         # not done unasked: settings that a side gets from the other one are compared no more
-        known = next((path for path in (a, b) if (path / "config.json").is_file()), None)
-        told = f"Give the other's config.json: `{shlex.join([*command, '--reference', str(known)])}`."
-        if known is None:
+        other = next((path for path in (a, b) if (path / "config.json").is_file()), None)
+        told = f"Give the other's config.json: `{shlex.join([*command, '--reference', str(other)])}`."
+        if other is None:
             told = f"Give a Hugging Face directory of the same model: `{shlex.join(command)} --reference HF_DIR`."
         raise type(error)(error.what, where=error.where, do=error.do.replace(WITH_REFERENCE, told)) from error
     if json_wanted:
