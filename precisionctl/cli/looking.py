@@ -78,9 +78,11 @@ def inspect(
         raise click.UsageError("--fp8-state, --html and --workers are for --fp8.")
     from precisionctl import console
     from precisionctl.commands.hints import open_hinted
+    from precisionctl.commands.source_notes import newer_notes
     from precisionctl.fp8 import sidecar
     from precisionctl.reports import inspect as report
 
+    notes: list[str] = []
     if not fp8 and sidecar.is_sidecar(checkpoint):
         if iteration is not None or grouped_columns or reference:
             what = (
@@ -90,7 +92,7 @@ def inspect(
         description = report.describe_state(sidecar.read(checkpoint), checkpoint)
     else:
         reader = open_hinted(checkpoint, iteration, reference=reference, grouped_columns=grouped_columns)
-        description = report.describe(reader)
+        description, notes = report.describe(reader), [*newer_notes(checkpoint, reader)]
     if fp8:
         from precisionctl.readiness.assess import assess
         from precisionctl.reports import readiness as judged
@@ -110,11 +112,12 @@ def inspect(
             print_json({**description, "readiness": judged.as_json(readiness)})
             return
         console.show_tables([*report.tables(description), *judged.tables(readiness)])
-        console.show_lines([*judged.advice(readiness, named), *_written(html)])
+        console.show_lines([*notes, *judged.advice(readiness, named), *_written(html)])
     elif json_wanted:
         print_json(description)
     else:
         console.show_tables(report.tables(description))
+        console.show_lines(notes)
 
 
 @click.command(

@@ -109,8 +109,13 @@ def opened_notes(given: Path, reader: Reader) -> Iterator[str]:
     """Notes on which directory was opened in the one that was `given`, and that a later iteration is there."""
     if reader.path and reader.path.resolve() != given.resolve():
         yield f"Read: {reader.path}"
-        if isinstance(reader, TorchDistReader | LegacyReader):
-            yield from later_notes(reader.path, reader.complete)
+    yield from newer_notes(given, reader)
+
+
+def newer_notes(given: Path, reader: Reader) -> Iterator[str]:
+    """A note on a later iteration in the directory that was `given` than the one that its tracker names."""
+    if isinstance(reader, TorchDistReader | LegacyReader) and reader.path.resolve() != given.resolve():
+        yield from later_notes(reader.path, reader.complete)
 
 
 def family_notes(reader: Reader, model: ModelShape, to: Layout, *, named: bool) -> Iterator[str]:

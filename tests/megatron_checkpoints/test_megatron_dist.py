@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import command_line
 import pytest
 import torch
 import torch.distributed.checkpoint
@@ -279,6 +280,9 @@ def test_a_later_iteration_than_the_one_that_is_read_is_told_of(tmp_path: Path) 
     read = f"Read: {tmp_path / 'iter_0000040'}"
     assert notes(tmp_path) == [read, "iter_0000050 is there too, later, and not named by the tracker."]
     assert notes(tmp_path / "iter_0000040") == []
+    assert command_line.run("inspect", tmp_path).stdout.endswith(
+        "\niter_0000050 is there too, later, and not named by the tracker.\n"
+    )
     (tmp_path / "iter_0000050" / "metadata.json").unlink()
     assert notes(tmp_path) == [read, "iter_0000050 is there too, later, and not complete."]
     keys.write_tracker(tmp_path, 50)

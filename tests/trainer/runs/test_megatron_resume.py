@@ -186,7 +186,7 @@ def test_a_branch_of_a_run_that_goes_on_with_megatron_s_schedule_does_so_too(meg
 def test_the_command_line_s_rates_come_before_the_checkpoint_s(megatron: Path, tmp_path: Path) -> None:
     _, made = from_megatron(megatron, tmp_path / "run", schedule__kind="constant")
     started, _, _ = run(made)
-    assert started.step == 5 and any(", as --set says: " in note for note in started.notes)
+    assert started.step == 5 and any("schedule: as --set says, " in note for note in started.notes)
     assert rates_of(tmp_path / "run") == [5e-5 * 0 + load_recipe("bf16").optimizer.lr * step / 20 for step in (6, 7, 8)]
 
 
