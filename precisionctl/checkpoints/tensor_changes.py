@@ -124,7 +124,7 @@ def factors_of(change: TensorChange, model: ModelShape) -> RowFactors | None:
     return None if found is None or found.are_ones else found
 
 
-class FirstRowBehind(RowMove):
+class PaddedWithFirstRow(RowMove):
     """Rows of the tokens that have embeddings for each layer, and behind them, in GGUF, the first one again for each
     other token of the vocabulary (Gemma 3n). llama.cpp's converter has zeros there."""
 

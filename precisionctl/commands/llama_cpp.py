@@ -153,6 +153,7 @@ _SAMPLING = {
 def _size_label(plan: Plan) -> str:
     """The number of parameters in a few characters, of a model with experts as `8x7B`: of these, all but the experts
     and one of them."""
+    # other stacks, of projections of streams (Gemma 3n), count as a whole
     numbers = {
         name: stack_and_slice(name)[1] if "_exps." in name and len(spec.shape) > 1 else None
         for name, spec in plan.targets.items()

@@ -148,7 +148,9 @@ def _made(keys: Mapping[str, Any], said_by: str, folder: Path | None = None) -> 
     goes on takes them over, and would take its steps or its data from a stranger. `folder` is that of the file that
     says the keys."""
     file = (folder or Path()) / said_by
-    if others := [key for key in keys if not key.startswith(_PRECISION) or key in _OF_ONE_RUN]:
+    # what `flat` gives has no tables, so a key within one is no run's
+    tables = {key for key, value in keys.items() if isinstance(value, dict)}
+    if others := [key for key in keys if key in tables or not key.startswith(_PRECISION) or key in _OF_ONE_RUN]:
         raise DamagedCheckpoint(f"`{others[0]}` among the settings of a run's precision", where=file)
     recipe = recipe_of({**keys, "precision.fp8": True}, file)
     return RunPrecision(keys, recipe.precision, said_by)

@@ -280,7 +280,7 @@ ENGINE = Engine(
         ),
         **dict.fromkeys(
             ("falcon_mamba", "mamba"),
-            EngineRule("it makes all linears of mixers without quantization", "vLLM 0.32 layers/mamba/mamba_mixer.py"),
+            EngineRule("it makes all linears of mixers without quantization", "vLLM 0.33 layers/mamba/mamba_mixer.py"),
         ),
     },
     demands={

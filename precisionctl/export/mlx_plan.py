@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from precisionctl.checkpoints.mlx.mlx_models import UNUSED_KEPT
 from precisionctl.checkpoints.mlx.mlx_names import in_mlx_names, mlx_shape, within
 from precisionctl.checkpoints.tensor_changes import (
     GATE_THEN_UP,
@@ -91,8 +92,8 @@ def names_as_codes(model: ModelShape) -> set[str]:
 
 def mlx_has(job: Job, model: ModelShape) -> bool:
     """Whether mlx-lm has what a job of a text model writes: no class of it has layers of multi-token prediction, and
-    none but Gemma 3n's keeps tensors that no token is computed with."""
-    return not (job.row.of_prediction or (job.row.unused and model.architecture != "gemma3n_text"))
+    few keep tensors that no token is computed with."""
+    return not (job.row.of_prediction or (job.row.unused and model.architecture not in UNUSED_KEPT))
 
 
 def in_mlx(plan: Plan, scheme: MlxScheme, dtype: DType, codes: Collection[str]) -> Plan:

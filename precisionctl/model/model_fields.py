@@ -191,7 +191,10 @@ class ModelFields:
     """They are normalised as what attention reads is."""
     per_layer_embed_dim: int | None = None
     """A token has an embedding of so many channels in each layer too, added to as many made of its embedding. After its
-    MLP a layer adds what a gate of its hidden states, by the activation, lets through of these (Gemma 4)."""
+    MLP a layer adds what a gate of its hidden states, by the activation, lets through of these (Gemma 4); between
+    alternating updates, to the streams but the first, behind their correction (Gemma 3n)."""
+    rounded_per_layer_multipliers: bool = False
+    """What projections for those, and their sums, are multiplied by is rounded to their dtype first (Gemma 3n)."""
     per_layer_vocab_size: int | None = None
     """So many first tokens of the vocabulary have those, and all others that of the first one (None: all have)."""
     logit_multiplier: float = 1.0

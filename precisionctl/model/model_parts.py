@@ -325,12 +325,13 @@ class AltUp:
     has made otherwise than predicted:
 
         p_j = x_j + sum_i (P m(x_1))_ji x_i
-        x_j = p_j + (1 + (C m(L(p_1)))_j) (L(p_1) - p_1)
+        x_j = p_j + (1 + (C m(L(p_1)))_j) (L(p_1) - p_1) + g (j > 1)
 
-    m are N numbers of a token, between -1 and 1: the tanh of a projection of what they are made of, normalised and
-    divided by hidden_size. While a model is trained, P and C are clamped to `coef_clip` (None: they are not). Streams
-    but the first begin as projections of the embedding, with its magnitude; the last norm reads the mean of the first
-    and of projections of the others, with the first one's magnitude."""
+    g is what the layer makes of a token's embedding for it, by a gate of the corrected x_1 (per_layer_embed_dim). m are
+    N numbers of a token, between -1 and 1: the tanh of a projection of what they are made of, normalised and divided by
+    hidden_size. While a model is trained, P and C are clamped to `coef_clip` (None: they are not). Streams but the
+    first begin as projections of the embedding, with its magnitude; the last norm reads the mean of the first and of
+    projections of the others, with the first one's magnitude."""
 
     num_inputs: int
     coef_clip: float | None = None

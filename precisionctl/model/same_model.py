@@ -97,6 +97,7 @@ def _heeds_most_positions(model: ModelShape) -> bool:
 
 _MEANT_BY: Mapping[str, Callable[[ModelShape], bool]] = {
     "rounded_embedding_multiplier": lambda model: model.embedding_multiplier != 1,
+    "rounded_per_layer_multipliers": lambda model: model.per_layer_embed_dim is not None,
     "final_gamma_whole": lambda model: model.zero_centered_gamma,
     "scaled_post_layernorms": lambda model: model.post_layernorms,
     "moe.expert_bias_on_logits": lambda model: model.has("moe.expert_bias"),

@@ -664,7 +664,8 @@ INDEXERS: list[tuple[ModelShape, dict[str, Any]]] = [
 ]
 """What makes another model of texts that are longer than those that GPT takes."""
 ROUNDED: list[tuple[ModelShape, dict[str, Any]]] = [
-    (dataclasses.replace(DENSE, embedding_multiplier=9.8), {"rounded_embedding_multiplier": True})
+    (dataclasses.replace(DENSE, embedding_multiplier=9.8), {"rounded_embedding_multiplier": True}),
+    (UPDATES, {"rounded_per_layer_multipliers": True}),
 ]
 """What makes another model in BF16 alone."""
 TRAINED: list[tuple[ModelShape, dict[str, Any]]] = [(UPDATES, {"altup.coef_clip": 0.01})]
@@ -686,7 +687,7 @@ UNUSED: list[tuple[ModelShape, dict[str, Any]]] = [
     (DENSE, {"qk_layernorm_after_rope": True}),
     (DENSE, {"query_scaling_floor": 2}),
     (DENSE, {"use_double_wide_mlp": True}),
-    (DENSE, {"rounded_embedding_multiplier": True}),
+    (DENSE, {"rounded_embedding_multiplier": True, "rounded_per_layer_multipliers": True}),
     (NO_WINDOW, {"window_layers": (False, False), "attention_chunk_size": 2}),
     (
         DENSE,

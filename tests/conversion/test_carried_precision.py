@@ -142,14 +142,20 @@ def test_a_manifest_of_another_making_is_refused_by_its_name(place: Path, tmp_pa
     convert(tmp_path / "hf", tmp_path / "bf16", "megatron", "bf16")
 
 
-@pytest.mark.parametrize("key", ["optimizer.lr", "train.steps", "data.train", "precision.schedule"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, []) for key in ("optimizer.lr", "train.steps", "data.train", "precision.schedule")),
+        ("precision.delayed", {"margin": 2}),
+    ],
+)
 def test_a_manifest_cannot_set_anything_but_the_precision_of_a_run_that_goes_on(
-    place: Path, tmp_path: Path, key: str
+    place: Path, tmp_path: Path, key: str, value: Any
 ) -> None:
     convert(place / "delayed", tmp_path / "hf", "hf")
     file = tmp_path / "hf" / manifest.RELATIVE
     content = json.loads(file.read_text())
-    content["run"]["keys"][key] = []
+    content["run"]["keys"][key] = value
     file.write_text(json.dumps(content))
     with pytest.raises(DamagedCheckpoint, match=f"`{key}` among the settings of a run's precision"):
         goes_on(tmp_path / "hf", place, tmp_path / "run")

@@ -1,6 +1,7 @@
 """Gemma 3n: projections that published files have and nothing reads, through every way that a checkpoint goes; tokens
 without embeddings for layers; coefficients that are clamped in training; exports; the wrapper; what is refused."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,11 @@ from precisionctl.conversion.command import execute
 from precisionctl.engines.base import engine_named
 from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownArchitecture
 from precisionctl.model.model_parts import AltUp
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import Parallelism
+from precisionctl.precision import PRESETS
 from precisionctl.recipe import ParallelSettings
+from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.parallel.shards import check as check_shared
 from precisionctl.verify.compare import compare
 from precisionctl.verify.engine_rules import check
@@ -67,6 +71,25 @@ def test_coefficients_are_clamped_in_training_alone(tmp_path: Path) -> None:
     clamped = theirs.train()(tokens).logits
     assert (clamped - expected).abs().max() > 1e-2
     torch.testing.assert_close(ours(tokens)[..., : expected.shape[-1]], clamped, rtol=0, atol=1e-5)
+
+
+def test_multipliers_of_embeddings_for_layers_are_rounded_to_bf16_as_in_its_class(tmp_path: Path) -> None:
+    """To the last bit. Neither the root of 1/2 nor that of 1/96 is a BF16 number."""
+    theirs = transformers_model("gemma3n", hidden_size=96).bfloat16()
+    made, tokens = converted(theirs, tmp_path), torch.arange(1, 241)[None]
+    hidden = torch.randn(1, 240, 96, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(1))
+    own = theirs.model.get_per_layer_inputs(tokens)
+    expected = theirs.model.project_per_layer_inputs(hidden, own).flatten(0, 1)
+
+    def found(model: ModelShape) -> Tensor:
+        gpt = GPT(model, PRESETS["bf16"])
+        gpt.load_state_dict(dict(made.tensors))
+        per_layer = gpt.embedding.per_layer(tokens, hidden[0])
+        assert per_layer is not None
+        return torch.stack(per_layer, 1)
+
+    assert torch.equal(found(made.model), expected)
+    assert not torch.equal(found(dataclasses.replace(made.model, rounded_per_layer_multipliers=False)), expected)
 
 
 def test_the_wrapper_s_text_is_computed_and_comes_back_with_its_towers(tmp_path: Path) -> None:

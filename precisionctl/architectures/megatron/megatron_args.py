@@ -207,12 +207,15 @@ def as_in_megatron(model: ModelShape, *, in_bridge: bool = False) -> ModelShape:
 
 def as_config_says(args: Mapping[str, Any], model: ModelShape) -> dict[str, Any]:
     """The arguments, overruled by the config.json that describes this model. What no config.json says (MEGATRON_ONLY)
-    stays, but where the arguments are of no model, as ms-swift's: then it is the family's. Rotary bases of each layer
-    go: no argument of ours says them, but config.json does, in its own words."""
-    own = to_megatron_args(model)
-    said = {name: value for name, value in own.items() if name not in _ONLY_ARGS}
-    of_family = {} if args.get("num_layers") else own
-    return {**of_family, **args, **said, _BASES: None}
+    is kept. ms-swift saves arguments without a model (no `num_layers`): of these, what is missing or None is the
+    family's, as Megatron's defaults would add biases. Rotary bases of each layer go: no argument of ours says them, but
+    config.json does, in its own words."""
+
+    def is_kept(name: str) -> bool:
+        return name in _ONLY_ARGS and (bool(args.get("num_layers")) or args.get(name) is not None)
+
+    said = {name: value for name, value in to_megatron_args(model).items() if not is_kept(name)}
+    return {**args, **said, _BASES: None}
 
 
 def otherwise_in_megatron(model: ModelShape) -> dict[str, tuple[object, object]]:

@@ -64,9 +64,7 @@ MAMBA_1_MIXER = only_in(
             parallel=COLUMNS,
         ),
         *(
-            Row(
-                f"{_HF}{name}.weight", f"{_MEGATRON}{name}.weight", (size,), GAMMA, present=when("mamba.bcdt_layernorm")
-            )
+            Row(f"{_HF}{name}.weight", f"{_MEGATRON}{name}.weight", (size,), GAMMA, present=_NORMED)
             for name, size in (
                 ("dt_layernorm", "mamba.dt_rank"),
                 ("b_layernorm", "mamba.state_dim"),

@@ -121,6 +121,7 @@ ARCHITECTURE = Architecture(
         keys.Rule(("intermediate_size", _SPARSITY), _read_mlps, _write_mlps),
         keys.heads(num_attention_heads=8, num_key_value_heads=2, head_dim=256),
         keys.Rule(("hidden_size_per_layer_input", "vocab_size_per_layer_input"), _read_per_layer, _write_per_layer),
+        keys.always("rounded_per_layer_multipliers", True),
         keys.Key("num_kv_shared_layers", "num_kv_shared_layers", 15),
         keys.Key("laurel_rank", "laurel_rank", 64),
         keys.Key("altup.num_inputs", "altup_num_inputs", 4),

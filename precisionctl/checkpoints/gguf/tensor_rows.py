@@ -1,9 +1,9 @@
 """What tables of GGUF's tensors are made of: a row is a Hugging Face tensor and those that GGUF has for it.
 
 Templates have `{layer}` and `{expert}` for numbers, as the rows of `architectures/` have. The experts of a layer are
-one tensor in GGUF, of which `name[{expert}]` is a slice. A layer of multi-token prediction is one more layer in GGUF;
-where Hugging Face counts these from 0, the templates have `{mtp}`, and in GGUF `{mtp_layer}`, which counts on from the
-decoder's.
+one tensor in GGUF, of which `name[{expert}]` is a slice; so are projections of residual streams (`{stream}`). A layer
+of multi-token prediction is one more layer in GGUF; where Hugging Face counts these from 0, the templates have `{mtp}`,
+and in GGUF `{mtp_layer}`, which counts on from the decoder's.
 
 Sources: llama.cpp's converter (conversion/*.py, gguf-py/gguf/tensor_mapping.py) of llama-cpp-python 0.3.36.
 """

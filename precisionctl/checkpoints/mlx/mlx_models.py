@@ -41,6 +41,8 @@ def check_loaded(model: ModelShape) -> None:
 
 
 _ALWAYS_TIED = ("cohere", "cohere2", "gemma", "gemma2", "gemma3n_text", "lfm2", "lfm2_moe")
+UNUSED_KEPT = ("gemma3n_text",)
+"""Families whose classes keep tensors that no token is computed with, and do not load without them."""
 _NEVER_TIED = (
     "deepseek",
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss"),
@@ -113,7 +115,7 @@ def _why_not_loaded(model: ModelShape) -> str | None:
         "a cap of logits": name == "gemma3_text" and model.final_logit_softcapping is not None,
         "windows in all layers": name in ("gemma3n_text", "smollm3") and all(windows),
         "windows in no layer": name in ("gemma3n_text", "gpt_oss", "olmo3") and not any(windows),
-        "layers without keys and values of their own": name == "gemma3n_text"
+        "layers without keys and values of their own": name in UNUSED_KEPT
         and model.num_kv_shared_layers > 0
         and not model.stores_unused,
         "a window, and no layer that has it": name in ("exaone4", "exaone_moe")

@@ -171,11 +171,11 @@ def shared_from_the_last_two(config: Mapping[str, Any]) -> object:
         return None
     first = len(kinds) - shared
     own, reading = kinds[:first], {*map(str, kinds[first:])}
-    taken = [*own[:-2], *((_WINDOW, _EVERYWHERE) if len(reading) == 2 else own[-2:])]
-    if reading == {_WINDOW}:
-        taken[-2:] = [_WINDOW, _EVERYWHERE]
-    elif reading == {_EVERYWHERE}:
+    taken = list(own)
+    if _EVERYWHERE in reading:
         taken[-1] = _EVERYWHERE
+    if _WINDOW in reading:
+        taken[-2:] = [_WINDOW, _EVERYWHERE]
     return None if taken == own else [*taken, *kinds[first:]]
 
 

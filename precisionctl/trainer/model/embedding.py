@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from precisionctl.model.model_shape import ModelShape
 from precisionctl.trainer.backends.base import Backend, norm_of, plain_linear
 from precisionctl.trainer.backends.bf16_products import product
-from precisionctl.trainer.model.layers.altup import begun, stream_projections
+from precisionctl.trainer.model.layers.altup import project_streams, stream_projections
 
 
 class Embedding(nn.Module):
@@ -34,6 +34,7 @@ class Embedding(nn.Module):
             self.per_layer_model_proj = plain_linear(model.hidden_size, model.per_layer_embed_size, backend)
             self.per_layer_proj_norm = backend.norm(model.per_layer_embed_dim, norm_of(model))
         self.per_layer_tokens = model.per_layer_tokens
+        self.rounded_per_layer = model.rounded_per_layer_multipliers
         self.altup_projections = stream_projections(model, backend) if model.altup else None
         self.layers = model.num_layers
         self.lerope = LeRope(model.rotary_pairs, backend) if model.lerope else None
@@ -61,14 +62,18 @@ class Embedding(nn.Module):
         known = torch.where(known < self.per_layer_tokens, known, 0)
         own = self.per_layer_embedding(known).unflatten(1, (self.layers, -1))
         own = own * own.new_full((), own.shape[-1] ** 0.5)
-        context = product(F.linear, hidden, self.per_layer_model_proj.weight) * hidden.shape[-1] ** -0.5
+        of_context, of_sum = (
+            own.new_full((), multiplier) if self.rounded_per_layer else multiplier
+            for multiplier in (hidden.shape[-1] ** -0.5, 2**-0.5)
+        )
+        context = product(F.linear, hidden, self.per_layer_model_proj.weight) * of_context
         context = self.per_layer_proj_norm(context.view_as(own))
-        return list(((context + own) * 2**-0.5).unbind(1))
+        return list(((context + own) * of_sum).unbind(1))
 
     def streams(self, hidden: Tensor) -> Tensor:
         """The residual streams that the first layer reads, `[T, N * E]`, where these are projections of the embedding
         `[T, E]`; else that itself."""
-        return hidden if self.altup_projections is None else begun(hidden, self.altup_projections)
+        return hidden if self.altup_projections is None else project_streams(hidden, self.altup_projections)
 
 
 class LeRope(nn.Module):

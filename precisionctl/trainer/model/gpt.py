@@ -27,7 +27,7 @@ from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.model.attention.self_attention import KeysValues
 from precisionctl.trainer.model.computes import check
 from precisionctl.trainer.model.embedding import Embedding
-from precisionctl.trainer.model.layers.altup import AltUpLayer, ended, stream_projections
+from precisionctl.trainer.model.layers.altup import AltUpLayer, stream_projections, unembed_streams
 from precisionctl.trainer.model.layers.attention_residuals import AttentionResidualLayer
 from precisionctl.trainer.model.layers.heterogeneous_layer import HeterogeneousLayer
 from precisionctl.trainer.model.layers.hybrid_layer import HybridLayer
@@ -229,8 +229,8 @@ class GPT(nn.Module):
 
 @dataclass(frozen=True)
 class Replay:
-    """All layers as CUDA graphs, `[T, E]` to the same, captured in a pass with gradients over tokens of this shape,
-    `[rows, length]`, that no texts share."""
+    """All layers as CUDA graphs, `[T, streams_size]` to the same, captured in a pass with gradients over tokens of this
+    shape, `[rows, length]`, that no texts share."""
 
     shape: tuple[int, int]
     graphs: Callable[[Tensor], Tensor]
@@ -244,8 +244,9 @@ class Replay:
 
 
 class Decoder(nn.Module):
-    """All layers, and the norm after the last, which has another name where each layer is one block. Between residual
-    streams, each begins as the embedding, and one is made of them before the norm, or in its place."""
+    """All layers, and the norm after the last, which has another name where each layer is one block. Residual streams
+    begin as the embedding each, but of alternating updates as projections of it. One is made of them before the norm,
+    or in its place."""
 
     def __init__(self, model: ModelShape, backend: Backend, recompute: bool) -> None:
         super().__init__()
@@ -305,7 +306,7 @@ class Decoder(nn.Module):
                 return read
             hidden = contracted(streams, self, self.model, self.mhc)
         if self.altup_unembed_projections is not None:
-            hidden = ended(hidden, self.altup_unembed_projections)
+            hidden = unembed_streams(hidden, self.altup_unembed_projections)
         last = self.final_layernorm or self.final_norm
         assert last is not None, "one of the two is there"
         out: Tensor = last(hidden)

@@ -60,9 +60,9 @@ def is_swiglu(model: ModelShape, layer: int) -> bool:
     return model.gated_linear_unit and model.activation == "silu" and plain
 
 
-def largest_channels(gate: Tensor, sparsity: float) -> Tensor:
-    """Gaussian top-k (Gemma 3n): what channels of a gate `[T, F]` are above the mean of their token's by so many of its
-    standard deviations that of normally distributed ones `sparsity` are below; 0 where they are not."""
+def gaussian_topk(gate: Tensor, sparsity: float) -> Tensor:
+    """`relu(gate - (mean + std * Φ⁻¹(sparsity)))` of a gate `[T, F]`, mean and std over the channels of a token: about
+    a share `sparsity` of the gate becomes 0 (Gemma 3n; modeling_gemma3n.py, _gaussian_topk)."""
     deviations = gate.new_full((), NormalDist().inv_cdf(sparsity))
     return F.relu(gate - (gate.mean(-1, keepdim=True) + gate.std(-1, keepdim=True, correction=0) * deviations))
 
@@ -78,7 +78,7 @@ def activate(values: Tensor, model: ModelShape, layer: int) -> Tensor:
         return activated
     gate, up = values.chunk(2, -1)
     if sparsity := model.sparsity(layer):
-        gate = largest_channels(gate, sparsity)
+        gate = gaussian_topk(gate, sparsity)
     if model.activation == "situ":
         up = SITU_LINEAR * torch.tanh(up.float() / SITU_LINEAR)
         return (function(gate.float()) * up).to(values.dtype)

@@ -13,19 +13,19 @@ from precisionctl.architectures.config_keys import NEEDED, Fields
 from precisionctl.checkpoints.gguf import metadata_keys as keys, rope_keys, tensor_rows as rows
 from precisionctl.checkpoints.gguf.families.gguf_gemma import COMPUTED, FINAL_CAP
 from precisionctl.checkpoints.gguf.family import GgufFamily, base_keys
-from precisionctl.checkpoints.tensor_changes import FirstRowBehind
+from precisionctl.checkpoints.tensor_changes import PaddedWithFirstRow
 from precisionctl.model.model_shape import ModelShape
 
 _WITH_KEYS, _SPARSE, _SPARSITY = 20, 10, 0.95
-"""The first layers that have keys and values, and those that have sparse MLPs; the share of zeros in these."""
+"""llama.cpp's n_layer_kv_from_start, n_layer_sparsity and f_sparsity_std_mul's share."""
 
 _ROWS = [
     *rows.outside_layers(),
-    rows.GgufRow("model.embed_tokens_per_layer.weight", ("per_layer_token_embd.weight",), FirstRowBehind()),
+    rows.GgufRow("model.embed_tokens_per_layer.weight", ("per_layer_token_embd.weight",), PaddedWithFirstRow()),
     rows.GgufRow("model.per_layer_model_projection.weight", ("per_layer_model_proj.weight",)),
     rows.GgufRow("model.per_layer_projection_norm.weight", ("per_layer_proj_norm.weight",)),
-    rows.GgufRow("model.altup_projections.{expert}.weight", ("altup_proj.weight[{expert}]",)),
-    rows.GgufRow("model.altup_unembed_projections.{expert}.weight", ("altup_unembd_proj.weight[{expert}]",)),
+    rows.GgufRow("model.altup_projections.{stream}.weight", ("altup_proj.weight[{stream}]",)),
+    rows.GgufRow("model.altup_unembed_projections.{stream}.weight", ("altup_unembd_proj.weight[{stream}]",)),
     *rows.ATTENTION,
     *rows.MLP,
     *rows.in_layers(
@@ -49,7 +49,7 @@ _ROWS = [
 
 
 def _sparsity(fields: Fields) -> tuple[float, ...]:
-    """The share of zeros of each layer's gate."""
+    """`activation_sparsity_pattern`; of models of 10 layers or fewer, too, to which transformers gives zeros alone."""
     return tuple(_SPARSITY if layer < _SPARSE else 0.0 for layer in range(fields["num_layers"]))
 
 
@@ -101,7 +101,7 @@ FAMILIES = {
         more=(FINAL_CAP, keys.WINDOW, _STREAM, _STREAMS, _CHANNELS, _SHARED, _SPARSE_LAYERS, _WINDOWS, _KINDS, _UNUSED),
         computed={
             **COMPUTED,
-            **dict.fromkeys(("post_layernorms", "qk_layernorm", "v_l2_norm"), True),
+            **dict.fromkeys(("post_layernorms", "qk_layernorm", "v_l2_norm", "rounded_per_layer_multipliers"), True),
             "query_pre_attn_scalar": 1.0,
             "final_logit_softcapping": 30.0,
             "laurel_rank": 64,

@@ -85,7 +85,7 @@ FAMILIES = {
             *rows.in_layers({"feed_forward.router": "ffn_gate_inp"}),
             *rows.experts("feed_forward.experts"),
         ],
-        keys=(*(_LAYERS, keys.CONTEXT, keys.WIDTH, _SIZES, *MIXER, keys.EPSILON, _EXPERTS),),
+        keys=(_LAYERS, keys.CONTEXT, keys.WIDTH, _SIZES, *MIXER, keys.EPSILON, _EXPERTS),
         reads=(rope_keys.ROPE,),  # which no layer has
         turned=None,
         computed={

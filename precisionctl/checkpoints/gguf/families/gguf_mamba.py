@@ -45,7 +45,7 @@ MIXER = (
     keys.integer("mamba.dt_rank", "ssm.time_step_rank"),
 )
 COMPUTED = {"mamba.head_dim": 1, "mamba.num_groups": 1, "mamba.gated_norm": False}
-"""Of all mixers."""
+"""Of all Mamba-1 mixers."""
 
 _NORMED = "ssm.dt_b_c_rms"
 

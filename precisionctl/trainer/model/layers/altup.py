@@ -28,7 +28,11 @@ _LEAST_SQUARE = 1e-5
 
 class AlternatingUpdates(nn.Module):
     """Predicts what a layer makes of all streams, of which it computes one, and corrects them by that one. Every tensor
-    rank has all of it."""
+    rank has all of it.
+
+    In training, both coefficients are clamped where they are used: stored ones keep their values, and get no gradient
+    beyond the clip. transformers clamps prediction_coefs where they are stored, so these get one.
+    """
 
     def __init__(self, model: ModelShape, altup: AltUp, backend: Backend) -> None:
         super().__init__()
@@ -42,23 +46,24 @@ class AlternatingUpdates(nn.Module):
 
     def predict(self, streams: Tensor) -> Tensor:
         """`[T, N, E]` to the same."""
-        mix = self._of_modalities(streams[:, 0], self.prediction_coefs)
+        mix = product(F.linear, self.modalities(streams[:, 0]), self._clamped(self.prediction_coefs))
         mix = mix.view(-1, self.streams, self.streams)
         return torch.matmul(mix, streams) + streams
 
     def correct(self, predictions: Tensor, made: Tensor) -> Tensor:
         """Predictions `[T, N, E]`, of which the layer made another first stream, `[T, E]`, to streams `[T, N, E]`."""
-        weights = self._of_modalities(made, self.correction_coefs) + 1.0
+        weights = product(F.linear, self.modalities(made), self._clamped(self.correction_coefs)) + 1.0
         return (made - predictions[:, 0])[:, None] * weights[..., None] + predictions
 
-    def _of_modalities(self, stream: Tensor, coefficients: nn.Linear) -> Tensor:
-        """What a stream `[T, E]` is found to be, N numbers, times these coefficients."""
+    def modalities(self, stream: Tensor) -> Tensor:
+        """What a stream `[T, E]` is found to be, `[T, N]`."""
         read = self.router_norm(stream) * (1 / stream.shape[-1])
-        modalities = torch.tanh(product(F.linear, read, self.modality_router.weight).float()).to(stream.dtype)
-        weight = coefficients.weight
-        if self.clip is not None and torch.is_grad_enabled():  # as in training alone
-            weight = weight.clamp(-self.clip, self.clip)
-        return product(F.linear, modalities, weight)
+        return torch.tanh(product(F.linear, read, self.modality_router.weight).float()).to(stream.dtype)
+
+    def _clamped(self, coefficients: nn.Linear) -> Tensor:
+        if self.clip is None or not torch.is_grad_enabled():  # in training alone
+            return coefficients.weight
+        return coefficients.weight.clamp(-self.clip, self.clip)
 
 
 class AltUpLayer(Layer):
@@ -92,12 +97,12 @@ def stream_projections(model: ModelShape, backend: Backend) -> nn.ModuleList:
     return nn.ModuleList(plain_linear(size, size, backend) for _ in range(model.altup.num_inputs - 1))
 
 
-def begun(hidden: Tensor, projections: nn.ModuleList) -> Tensor:
+def project_streams(hidden: Tensor, projections: nn.ModuleList) -> Tensor:
     """An embedding `[T, E]` and its projections, `[T, N * E]`."""
     return torch.cat([hidden, *_projected(hidden, [hidden] * len(projections), projections)], -1)
 
 
-def ended(hidden: Tensor, projections: nn.ModuleList) -> Tensor:
+def unembed_streams(hidden: Tensor, projections: nn.ModuleList) -> Tensor:
     """The mean of the first of streams `[T, N * E]` and of projections of the others, `[T, E]`."""
     first, *others = hidden.chunk(len(projections) + 1, -1)
     return torch.stack([first, *_projected(first, others, projections)]).mean(0)

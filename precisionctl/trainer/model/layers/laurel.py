@@ -11,7 +11,8 @@ from precisionctl.trainer.backends.bf16_products import product
 
 
 class LowRankResidual(nn.Module):
-    """Hidden states, and a projection of them through `rank` channels, normalised. Every tensor rank has all of it."""
+    """The sum of hidden states and a projection of them through `rank` channels, which is normalised. Every tensor rank
+    has all of it."""
 
     def __init__(self, model: ModelShape, rank: int, backend: Backend) -> None:
         super().__init__()

@@ -49,10 +49,10 @@ class Layer(ResidualLayer):
     """Attention and MLP, each added to the residual stream.
 
     Their norms live in linear_qkv (in_proj of a delta net or a short convolution) and linear_fc1, except before MLA,
-    Kimi delta attention and experts, which have no such linear, where a gate reads it too (Laguna), and where both read
-    one norm (Cohere). Gemma normalises once more, what is added, and OLMo 2 that alone, and Gemma 4 multiplies what the
-    layer gives, after it has added what it makes of a token's embedding for this layer. Experts with norms of their own
-    read what no norm has.
+    Kimi delta attention and experts, which have no such linear, where a gate (Laguna) or a low-rank residual (Gemma 3n)
+    reads it too, and where both read one norm (Cohere). Gemma normalises once more, what is added, and OLMo 2 that
+    alone, and Gemma 4 multiplies what the layer gives, after it has added what it makes of a token's embedding for this
+    layer. Experts with norms of their own read what no norm has.
     """
 
     def __init__(self, name: str, model: ModelShape, number: int, backend: Backend, recompute: bool = False) -> None:
@@ -60,10 +60,9 @@ class Layer(ResidualLayer):
         model = model.normed_as(number)
         moe = model.moe if model.has_experts(number) else None
         self.parallel_residual = model.parallel_residual
-        of_gate = model.has_attention(number) and model.linear_gate
         of_kda = model.gdn is not None and model.gdn.kda and model.has_delta_net(number)
-        of_laurel = model.laurel_rank is not None
-        separate = model.mla or model.one_layernorm or of_gate or of_kda or of_laurel
+        fused_before = model.fused_input_layernorm if model.has_attention(number) else model.fused_layernorms
+        separate = model.pre_layernorms and (model.mla or of_kda or not fused_before)
         self.input_layernorm = self._norm(model, backend) if separate else nn.Identity()
         self.self_attention = token_mixer(f"{name}.self_attention", model, number, backend)
         own_norm = moe and not moe.own_norms and model.pre_layernorms and not model.one_layernorm
