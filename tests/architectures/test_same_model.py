@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from precisionctl.architectures.families import from_hf_config, from_megatron_args, to_hf_config
 from precisionctl.architectures.megatron.megatron_args import (
+    as_config_says,
     otherwise_in_megatron,
     read_megatron_args,
     to_megatron_args,
@@ -158,6 +159,18 @@ def test_a_trusted_reference_is_taken_where_the_arguments_say_otherwise(
     run(source, tmp_path / "mended", "megatron", **trusting)
     run(tmp_path / "mended", tmp_path / "again", "hf")  # the arguments that are written agree with it
     assert_same_tensors(converted / "hf", tmp_path / "again")
+
+
+def test_what_arguments_without_a_model_do_not_say_of_biases_and_padding_is_the_family_s() -> None:
+    """As ms-swift's, where None is not said either. Of those of a model it is Megatron's word for a default."""
+    model = pico.shape("qwen2")
+    said = to_megatron_args(model)
+    assert said["add_qkv_bias"] and not said["add_bias_linear"]
+    nothing = {"lr": 1e-4, "add_qkv_bias": None, "add_bias_linear": None}
+    assert as_config_says(nothing, model).items() >= {"lr": 1e-4, **said}.items()
+    assert as_config_says({"add_qkv_bias": False}, model)["add_qkv_bias"] is False
+    of_a_model = said | {"add_qkv_bias": None}
+    assert as_config_says(of_a_model, model)["add_qkv_bias"] is None
 
 
 @pytest.mark.parametrize("way", WITHOUT_WORDS)
@@ -665,7 +678,7 @@ INDEXERS: list[tuple[ModelShape, dict[str, Any]]] = [
 """What makes another model of texts that are longer than those that GPT takes."""
 ROUNDED: list[tuple[ModelShape, dict[str, Any]]] = [
     (dataclasses.replace(DENSE, embedding_multiplier=9.8), {"rounded_embedding_multiplier": True}),
-    (UPDATES, {"rounded_per_layer_multipliers": True}),
+    (UPDATES, {"rounded_per_layer_multipliers": False}),
 ]
 """What makes another model in BF16 alone."""
 TRAINED: list[tuple[ModelShape, dict[str, Any]]] = [(UPDATES, {"altup.coef_clip": 0.01})]

@@ -3,17 +3,22 @@
 from pathlib import Path
 from typing import Any
 
+import pico
 import pytest
 import torch
 from dist_checkpoints import DEMANDED, MODEL, specs, values, write
 from hypothesis import given, strategies as st
 
+from precisionctl.architectures.families import architecture_of
+from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints.megatron import keys
 from precisionctl.checkpoints.megatron.carried_run import CarriedRun
+from precisionctl.checkpoints.megatron.norm_names import is_indexed, te_names
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.dtypes import DType
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States, RoleState
+from precisionctl.model.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 
 
@@ -149,3 +154,29 @@ def test_the_fp8_state_of_experts_comes_back_as_one(tmp_path, layers_by_key):
     for part in found.modules[module].roles.values():
         assert torch.equal(part.scale, role.scale)
         assert torch.equal(part.amax_history, role.amax_history)
+
+
+def layers_with_fused_norm(model: ModelShape, *, with_te: bool) -> set[bool]:
+    """Whether the norm before attention is fused, of each layer with grouped attention: by the table's names, or by
+    what is made of those of a run without Transformer Engine."""
+    rows = [row for row in architecture_of(model.architecture).in_megatron(model) if not row.of_prediction]
+    stored = {name for row in rows for place in row.places(model) for name in names(row, "megatron", place)}
+    fused = "self_attention.linear_qkv.layer_norm_"
+    layers = [name.split("self_attention.")[0] for name in stored if name.endswith("self_attention.linear_qkv.weight")]
+    if not with_te:
+        moved = {fused: "input_layernorm.", "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}
+        for te, alone in moved.items():
+            stored = {name.replace(te, alone) for name in stored}
+        stored = {*te_names(dict.fromkeys(stored), is_indexed(stored)).values()}
+    return {f"{layer}{fused}weight" in stored for layer in layers}
+
+
+def test_the_norm_before_attention_is_fused_by_its_names_where_the_model_says_so() -> None:
+    """Megatron-Core's layers without Transformer Engine are no hybrid ones and have no experts with norms of their own;
+    heterogeneous ones have the names that they have with it."""
+    for family in pico.FAMILIES:
+        model = pico.shape(family)
+        found = layers_with_fused_norm(model, with_te=True)
+        assert found <= {model.fused_input_layernorm}, family
+        if not (model.mamba or model.heterogeneous or model.has("moe.own_norms")):
+            assert layers_with_fused_norm(model, with_te=False) == found, family
