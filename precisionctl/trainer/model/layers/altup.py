@@ -30,8 +30,8 @@ class AlternatingUpdates(nn.Module):
     """Predicts what a layer makes of all streams, of which it computes one, and corrects them by that one. Every tensor
     rank has all of it.
 
-    While gradients are taken, both coefficients are clamped where they are used: stored ones keep their values, and get no gradient
-    beyond the clip. transformers clamps prediction_coefs where they are stored, so these get one.
+    While gradients are taken, both coefficients are clamped where they are used: stored ones keep their values, and get
+    no gradient beyond the clip. transformers clamps prediction_coefs where they are stored, so these get one.
     """
 
     def __init__(self, model: ModelShape, altup: AltUp, backend: Backend) -> None:
