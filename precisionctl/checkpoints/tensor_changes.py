@@ -143,7 +143,7 @@ class PaddedWithFirstRow(RowMove):
 
 
 @dataclass(frozen=True)
-class RotaryPairs(RowMove):
+class RotaryMove(RowMove):
     """The two rows of a rotary pair are `neighbours` in GGUF or in Hugging Face. In the other they are in two halves:
     Hugging Face's of a whole head, GGUF's of what turns of it, before what does not. `heads` is their number; None: as
     many as have the model's `kv_channels`."""
@@ -400,7 +400,7 @@ def no_parts(shapes: Sequence[Shape]) -> DamagedCheckpoint:
 
 
 SAME = AsItIs()
-ROTARY_NEIGHBOURS, ROTARY_HALVES = RotaryPairs("gguf"), RotaryPairs("hf")
+ROTARY_NEIGHBOURS, ROTARY_HALVES = RotaryMove("gguf"), RotaryMove("hf")
 QKV_OF_GROUPS = QKVOfGroups()
 TRANSPOSED = TransposedMatrix()
 GATE_THEN_UP, THREE_EQUAL = EqualParts(2), EqualParts(3)

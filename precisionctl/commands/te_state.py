@@ -84,7 +84,7 @@ def _of_gemms(source: Source, jobs: Sequence[Job]) -> Fp8States:
         raise MissingFp8State(missing.what, do=do) from missing
     assert states is not None, "inputs of none are missing"
     modules = {}
-    for module in dict.fromkeys(job.module for job in jobs):
+    for module in dict.fromkeys(job.module for job in jobs if not job.row.unused):
         roles = dict(states.modules[module].roles)
         roles["input"] = from_other_experts(roles["input"], "input", states.recipe)
         modules[module] = Fp8State(roles)

@@ -220,7 +220,8 @@ class _Budget:
 
     def spend_on(self, value: Any) -> None:
         """Count what a callable may copy of a value: its items, and the items of containers among them. A list is all
-        that a set is made of (safe_pickle.plain_set). Eight characters count as one word, as NumPy arrays are copied twice (text, bytes, array)."""
+        that a set is made of (safe_pickle.plain_set). Eight characters count as one word, as NumPy arrays are copied
+        twice (text, bytes, array)."""
         parts = value if type(value) is tuple else (value,)
         count = len(parts)
         for part in parts:

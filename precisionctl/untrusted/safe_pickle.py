@@ -92,8 +92,8 @@ def ordered_dict() -> OrderedDict[Any, Any]:
 
 
 def plain_set(items: list[Any]) -> set[Any]:
-    """Stands in for `set`, which is pickled as a call with a list before protocol 4. Raises UnpicklingError for anything
-    else: a text of a thousand letters would become a set for each two bytes that refer to it."""
+    """Stands in for `set`, which is pickled as a call with a list before protocol 4. Raises UnpicklingError for
+    anything else: a text of a thousand letters would become a set for each two bytes that refer to it."""
     if type(items) is not list:
         raise pickle.UnpicklingError(f"{shown(items)} as the items of a set")
     pickle_machine.check_keys(items)

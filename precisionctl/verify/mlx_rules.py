@@ -6,6 +6,7 @@ from precisionctl.checkpoints.mlx.mlx_models import check_loaded, other_words
 from precisionctl.checkpoints.mlx.mlx_names import saved_by_mlx
 from precisionctl.engines.rules.rule import EngineRule, Finding
 from precisionctl.errors import UnknownArchitecture, UnknownFormat, shown
+from precisionctl.planning.make_plan import stored_model
 from precisionctl.untrusted.safe_json import parse_json
 
 _MODEL = EngineRule("its class of the family has all that the model has", "mlx-lm models/*.py")
@@ -20,7 +21,7 @@ def check_mlx(reader: Reader) -> list[Finding]:
         raise UnknownFormat(f"{reader.container}, and no directory of mlx-lm", where=reader.path or "", do=do)
     found: list[Finding] = []
     try:
-        check_loaded(reader.model)
+        check_loaded(stored_model(reader))
     except UnknownArchitecture as error:
         found.append(Finding("model_type", error.what, _MODEL))
     content = reader.own_companions.files.get("config.json")

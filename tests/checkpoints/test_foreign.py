@@ -59,7 +59,7 @@ def as_torchtitan(name: str) -> str:
 
 def as_litgpt(directory: Path) -> None:
     torch.save({"transformer.wte.weight": torch.ones(3, 4)}, directory / "lit_model.pth")
-    (directory / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    (directory / "config.json").write_text(json.dumps({"model_type": "longcat_flash"}))
 
 
 def renamed(change: Callable[[str], str], **more: torch.Tensor) -> Callable[[Path], object]:
@@ -124,17 +124,21 @@ MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "accelerate's FSDP in one file": (files("pytorch_model_fsdp.bin"), "in one file", r"pytorch_model\.bin"),
     "hqq's own file": (files("config.json", "qmodel.pt"), "hqq's own file", "save_to_safetensors.*give OUT"),
     "an optimizer in DCP": (dcp(lambda name: f"optimizer.state.{name}.exp_avg"), "without its model", "_fsdp_0"),
-    "torchtitan": (dcp(as_torchtitan, config={"model_type": "mamba"}), "torchtitan", "convert_to_hf.py .*here OUT"),
+    "torchtitan": (
+        dcp(as_torchtitan, config={"model_type": "longcat_flash"}),
+        "torchtitan",
+        "convert_to_hf.py .*here OUT",
+    ),
     "torchtitan's Muse Glimmer": (
         dcp(
             lambda name: as_torchtitan(name).replace("tok_embeddings.", "tok_embeddings.embedding."),
-            config={"model_type": "mamba"},
+            config={"model_type": "longcat_flash"},
         ),
         "torchtitan",
         "convert_to_hf.py",
     ),
     "OLMo-core": (
-        dcp(lambda name: name.replace("model.norm.", "lm_head.norm."), config={"model_type": "mamba"}),
+        dcp(lambda name: name.replace("model.norm.", "lm_head.norm."), config={"model_type": "longcat_flash"}),
         "OLMo-core",
         "convert_checkpoint_to_hf.py -i .*here -o OUT",
     ),

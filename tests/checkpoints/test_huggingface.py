@@ -122,10 +122,12 @@ def test_large_tensors_are_written_in_short_calls_and_each_goes_on_where_the_las
 
 
 def test_an_unknown_directory_says_what_was_looked_for(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("hello")
+    directory = tmp_path / "run" / "notes"  # beside which no other test's folders look like a run
+    directory.mkdir(parents=True)
+    (directory / "notes.txt").write_text("hello")
     with pytest.raises(UnknownFormat, match=r"model\.safetensors"):
-        open_checkpoint(tmp_path)
-    assert not recognise(tmp_path)
+        open_checkpoint(directory)
+    assert not recognise(directory)
 
 
 def edit_index(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:

@@ -246,9 +246,9 @@ def add_tensor(directory: Path) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "an unknown family": (
-        lambda d: config(d, model_type="mamba"),
+        lambda d: config(d, model_type="longcat_flash"),
         UnknownArchitecture,
-        "unsupported architecture `mamba`.*table of its family",
+        "unsupported architecture `longcat_flash`.*table of its family",
     ),
     "a tensor that nobody maps": (
         add_tensor,

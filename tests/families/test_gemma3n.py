@@ -35,6 +35,7 @@ from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.parallel.shards import check as check_shared
 from precisionctl.verify.compare import compare
 from precisionctl.verify.engine_rules import check
+from precisionctl.verify.mlx_rules import check_mlx
 
 KINDS = ["sliding_attention"] * 4 + ["full_attention"]
 RELEASED = AS_RELEASED["gemma3n"]
@@ -226,6 +227,7 @@ def test_llama_cpp_and_mlx_ask_for_keys_and_values_that_they_do_not_read(tmp_pat
     made = load_file(tmp_path / "mlx" / "model.safetensors")
     assert same(made, {name: tensor for name, tensor in values.items() if "language_model" in name})
     assert compare(open_checkpoint(tmp_path / "wrapper"), open_checkpoint(tmp_path / "mlx")).equal
+    assert not check_mlx(open_checkpoint(tmp_path / "mlx"))
 
 
 @pytest.mark.parametrize(

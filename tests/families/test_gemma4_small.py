@@ -152,6 +152,9 @@ def test_fixed_scales_are_those_of_the_layer_whose_keys_are_read(tmp_path: Path)
     words = ("--data", text, "--out", state, "--passes", 2, "--sequence-length", 32, "--backend", "emulated")
     done = command("calibrate", tmp_path / "hf", *words)
     assert done.exit_code == 0, done.stderr
+    done = command("export-inference", tmp_path / "hf", tmp_path / "te", "--target", "te", "--fp8-state", state)
+    assert done.exit_code == 0, done.stderr
+    assert compare(open_checkpoint(tmp_path / "hf"), open_checkpoint(tmp_path / "te")).equal
     options = ("--scheme", "static", "--kv-cache", "fp8", "--fp8-state", state)
     done = command("export-inference", tmp_path / "hf", tmp_path / "fp8", "--target", "vllm", *options)
     assert done.exit_code == 0, done.stderr

@@ -19,7 +19,7 @@ from precisionctl.checkpoints.gguf.towers.tower import (
     norm,
 )
 from precisionctl.checkpoints.gguf.towers.tower_vit import block, patches
-from precisionctl.checkpoints.tensor_changes import RotaryPairs
+from precisionctl.checkpoints.tensor_changes import RotaryMove
 from precisionctl.errors import shown
 
 _LAYER = {
@@ -81,7 +81,7 @@ def _tower(
     projector = linear("multi_modal_projector.linear_1", "mm.1", text, width)
     projector |= linear("multi_modal_projector.linear_2", "mm.2", text, text)
     rows = (
-        block("vision_tower.transformer.layers", _LAYER, width, mlp, pairs=RotaryPairs("gguf", heads), with_bias=False)
+        block("vision_tower.transformer.layers", _LAYER, width, mlp, pairs=RotaryMove("gguf", heads), with_bias=False)
         | patches("vision_tower.patch_conv", width, patch, with_bias=False)
         | norm("vision_tower.ln_pre", "v.pre_ln", width, ["weight"])
         | {name: row for name, row in projector.items() if with_bias or name.endswith(".weight")}
