@@ -226,7 +226,7 @@ UNREAD = (
     Foreign(
         "a save of Megatron or PyTorch (DCP) that did not finish, or was copied in part",
         "`*.distcp`, there or in `iter_*`, and no `.metadata`",
-        "Its index, `.metadata`, is written last. Copy the checkpoint again, or give an earlier one.",
+        "`.metadata` and `metadata.json` are written last. Copy the checkpoint again, or give an earlier one.",
         _unfinished_save,
     ),
     Foreign(

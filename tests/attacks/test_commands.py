@@ -321,7 +321,7 @@ ATTACKS: dict[str, tuple[str, Attack, str]] = {
         "no conversion has made it",
     ),
     "headers with lengths of gigabytes of lists": ("hf", header_with(PARTS), "larger than 1.0 MB"),
-    "a marker that is a pipe": ("dist", pipe("metadata.json"), "there is no checkpoint in a known format"),
+    "a marker that is a pipe": ("dist", pipe("metadata.json"), "that did not finish, or was copied in part"),
     "common data elsewhere": ("dist", link("common.pt"), ELSEWHERE),
     "common data with holes": ("dist", hole("common.pt"), LARGE),
     "common data that is a gadget": ("dist", common(more=Gadget()), f"system.*{NAME}"),
