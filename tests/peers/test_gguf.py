@@ -70,6 +70,8 @@ UNSAID = {
     "deepseek-v3": {"rope_scaling"},
     **dict.fromkeys(("gpt-neox", "falcon", "falcon-40b"), {"activation"}),
     "internlm3": {"rope_scaling", "max_position_embeddings"},
+    "gemma3n": {"per_layer_vocab_size"},
+    "falcon-mamba": {"mamba.bcdt_l2_norm_epsilon"},
     "hunyuan": {"rotary_base"},  # in more digits than FP32 has
     "falcon-h1": {"embedding_multiplier", "logit_multiplier"}  # which are in the weights, as those of layers
     | {f"multipliers.{each}" for each in ("attention_in", "attention_out", "key", "ssm_in", "ssm_out", "ssm", "mlp")},
@@ -117,7 +119,8 @@ def test_what_the_converter_writes_is_read_as_the_model_that_was_saved(converted
     for file in FILES:
         alone, told = open_checkpoint(folder / file), open_checkpoint(folder / file, None, hints)
         assert told.model == published.model and told.specs.keys() == alone.specs.keys()
-        assert told.specs == alone.specs or family == "falcon-h1"  # of products, values are FP32
+        # of products, values are FP32; of tokens without embeddings for each layer, a file has rows
+        assert told.specs == alone.specs or family in ("falcon-h1", "gemma3n")
         made = replace(alone.model, architecture=published.model.architecture)
         assert differences(made, published.model).keys() == UNSAID.get(family, set())
         expected = as_read({name: read_tensor(published, name) for name in published.specs})
